@@ -1,0 +1,9 @@
+"""The KV cache: stores on the card and on the host, and the ring between them."""
+
+from __future__ import annotations
+
+from offload_llama.cache.geometry import Geometry
+from offload_llama.cache.kv import CacheStats, KVCache
+from offload_llama.cache.step import Step
+
+__all__ = ["CacheStats", "Geometry", "KVCache", "Step"]
