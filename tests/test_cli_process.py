@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -285,6 +286,17 @@ def test_an_empty_prompt_starts_from_the_begin_token(capsys: pytest.CaptureFixtu
 
 def test_a_card_too_small_for_the_weights_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     card = "sim:rtx-3060-12gb?vram=64MiB&context=0"
-    assert run_command(["generate", "hello", "--device", card]) == 5
+    assert run_command(["generate", "hello", "--device", card]) == 3
+    out, err = capsys.readouterr()
+    assert out == "" and re.search(
+        r"weights need \S+ GiB, but sim:.* 0\.0\d GiB free", error_line(err)
+    )
+
+
+def test_a_card_that_runs_full_later_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """The weights fit, the prompt's activations and keys do not."""
+    card = "sim:rtx-3060-12gb?vram=272MiB&context=0"
+    prompt = "word " * 700
+    assert run_command(["generate", prompt, "--device", card, "--prefill-chunk", "4096"]) == 5
     out, err = capsys.readouterr()
     assert out == "" and "out of memory in spite of the plan" in error_line(err)

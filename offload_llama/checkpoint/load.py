@@ -46,12 +46,15 @@ def load_weights(
     Raises:
         CheckpointError: a tensor is missing, superfluous or of another shape than the model's
             (found before anything is read), or a file is damaged.
-        DoesNotFit: the device is the CPU and the weights plainly exceed its free memory.
+        DoesNotFit: the weights plainly exceed the device's free memory.
     """
     expected = model.expected_tensors()
     check_tensors(checkpoint, expected)
-    if not device.offloads:
-        check_host_memory(sum(math.prod(s) for s in expected.values()) * dtype.itemsize)
+    needed_bytes = sum(math.prod(s) for s in expected.values()) * dtype.itemsize
+    if device.offloads:
+        check_device_memory(needed_bytes, device)
+    else:
+        check_host_memory(needed_bytes)
     bar = tqdm(
         total=checkpoint.n_bytes(),
         desc="loading",
@@ -182,6 +185,24 @@ class _Readers:
     ) -> tuple[str, slice, torch.Tensor]:
         name, piece, future = ahead.popleft()
         return name, piece, future.result()
+
+
+def check_device_memory(needed_bytes: int, device: Device) -> None:
+    """Return if this much of the card is free.
+
+    Raises:
+        DoesNotFit: it is not; both numbers are in the message.
+    """
+    available_bytes = device.memory().free_bytes
+    if needed_bytes > available_bytes:
+        raise DoesNotFit(
+            f"the weights need {needed_bytes / 2**30:.2f} GiB, but {device.name} has "
+            f"{available_bytes / 2**30:.2f} GiB free; use a smaller --dtype or model, or "
+            "--device cpu",
+            needed_bytes=needed_bytes,
+            available_bytes=available_bytes,
+            suggestions=("--dtype bfloat16", "a smaller model", "--device cpu"),
+        )
 
 
 def check_host_memory(needed_bytes: int) -> None:
