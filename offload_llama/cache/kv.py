@@ -80,7 +80,7 @@ class KVCache:
         self._memory = HostPages(device, self.geometry, dtype, self._link, pin=pin)
         self._departures = Departures(device)
         n_host = sum(p.store == "host" for p in placements)
-        self._ring = self._make_ring(n_host, config.n_layers, ring_slots) if n_host else None
+        self._ring = self._make_ring(config, n_host, ring_slots) if n_host else None
         kernel = choose_kernel(device.torch_device, dtype, config.head_dim)
         self.stores: list[ResidentStore | HostStore] = []
         for p in placements:
@@ -107,10 +107,10 @@ class KVCache:
                     )
                 )
 
-    def _make_ring(self, n_host: int, n_layers: int, n_slots: int | None) -> Ring:
+    def _make_ring(self, config: ModelConfig, n_host: int, n_slots: int | None) -> Ring:
         part, tokens = self.geometry.part_tokens, self.max_batch_size * self.max_seq_len
         if n_slots is None:
-            n_slots = choose_ring_slots(n_layers, n_host, -(-tokens // part))
+            n_slots = choose_ring_slots(config, self.dtype.itemsize, n_host, -(-tokens // part))
         if n_slots < 2:
             raise ConfigError(f"the ring needs at least 2 slots, got {n_slots}")
         return Ring(
