@@ -204,7 +204,9 @@ def card(name: str) -> HardwareProfile:
     known = presets()
     wanted = slug(base)
     if wanted not in known:
-        close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+        # Cards of one name in several sizes come before cards of a similar name.
+        close = [each for each in known if each.startswith(f"{wanted}-")]
+        close = close or difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
         raise ConfigError(f"no figures for a card named {base!r}; {hint}")
     profile = known[wanted]

@@ -134,3 +134,8 @@ def test_overrides_that_make_no_sense_are_refused_by_name(query: str, message: s
 def test_hardware_imports_no_torch() -> None:
     code = "import sys, offload_llama.hardware as h; h.presets(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_card_without_its_size_is_answered_with_the_sizes_there_are() -> None:
+    with pytest.raises(ConfigError, match="did you mean rtx-3060-8gb or rtx-3060-12gb or"):
+        card("rtx-3060")

@@ -103,11 +103,13 @@ def choose_ring_slots(config: ModelConfig, itemsize: int, n_host: int, parts_per
 
     While the gap of resident layers between two streamed ones computes, the link should fill the
     ring: `bandwidth * min(x, gap * c)` bytes for copies of x seconds and layers of c, plus the
-    slot that is being read. In decode a layer takes the time of reading its weights, and on the
-    cards of our tables memory is `LINK_SHARE` times as fast as the link, or faster.
+    slot that is being read. In decode a resident layer takes the time of reading its weights and,
+    at full context, its `parts_per_layer`; on the cards of our tables memory is `LINK_SHARE` times
+    as fast as the link, or faster.
     """
     attention = 2 * (config.n_heads + config.n_kv_heads) * config.head_dim * config.dim
     layer_bytes = (attention + 3 * config.dim * config.hidden_dim) * itemsize
+    layer_bytes += parts_per_layer * PART_BYTES
     gap_bytes = -(-config.n_layers // max(1, n_host)) * layer_bytes // LINK_SHARE
     gap_parts = -(-gap_bytes // PART_BYTES)
     return min(MAX_RING_SLOTS, max(MIN_RING_SLOTS, min(gap_parts, parts_per_layer) + 1))
