@@ -64,7 +64,7 @@ class Link:
             if pinned:
                 dst.copy_(src, non_blocking=True)
             elif self._bounce is not None:
-                self._bounce.h2d(dst, src, self.stream)
+                self._bounce.h2d(dst, src)
             else:
                 dst.copy_(src)
 
@@ -78,7 +78,7 @@ class Link:
             if pinned:
                 dst.copy_(src, non_blocking=True)
             elif self._bounce is not None:
-                self._bounce.d2h(dst, src, self.stream)
+                self._bounce.d2h(dst, src)
             else:
                 dst.copy_(src)
 
@@ -109,19 +109,17 @@ class Bounce:
         n_bytes = rows.numel() * rows.element_size()
         return buffer[:n_bytes].view(rows.dtype).view(rows.shape), done
 
-    def h2d(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        """Copy `src` into buffers on the host, and from there to the card on `stream`."""
+    def h2d(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy `src` into buffers on the host, and from there to the card on the current stream."""
         for first, stop in self._pieces(src):
             buffer, done = self._take(src[first:stop])
             buffer.copy_(src[first:stop])
             dst[first:stop].copy_(buffer, non_blocking=True)
-            done.record(stream)
+            done.record()
 
-    def d2h(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        """Copy `src` into buffers on `stream`, wait, and go on to `dst` on the host."""
+    def d2h(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy `src` into buffers on the current stream, wait, and go on to `dst` on the host."""
         for first, stop in self._pieces(src):
-            buffer, done = self._take(src[first:stop])
-            buffer.copy_(src[first:stop], non_blocking=True)
-            done.record(stream)
-            done.synchronize()
+            buffer, _ = self._take(src[first:stop])
+            buffer.copy_(src[first:stop])
             dst[first:stop].copy_(buffer)

@@ -40,10 +40,9 @@ class Ring:
             torch.empty(shape, dtype=dtype, device=device.torch_device) for _ in range(n_slots)
         ]
         self._ready = [device.event() for _ in range(n_slots)]
+        # The slots' blocks come from the compute stream and may still be in use there. No event
+        # marks that: a load reads rows that were flushed, and a flush waits for compute.
         self._consumed = [device.event() for _ in range(n_slots)]
-        for consumed in self._consumed:
-            # The blocks come from the compute stream and may still be in use there.
-            consumed.record(device.current_stream())
         self._loads: Sequence[Load] = ()
         self._queued = self._taken = 0
         self._reading = False
