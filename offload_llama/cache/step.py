@@ -36,9 +36,7 @@ class Uploads:
         """Return `values` as an int64 tensor on the device."""
         n = len(values)
         if not self._buffers or self._buffers[0].numel() < n:
-            # What is on its way still reads the old buffers.
-            for sent in self._sent:
-                sent.synchronize()
+            # PyTorch's pinned allocator keeps the old ones until the copies from them are done.
             size = ceil_power(max(n, 64))
             self._buffers = [self._buffer(size) for _ in range(STAGING_BUFFERS)]
         index = self._next
