@@ -196,11 +196,11 @@ def long_prefill_without_a_wait(order: str, policy: str) -> None:
 
 
 def a_short_row_flushes_often(order: str, policy: str) -> None:
-    """One part a layer: every load is queued before the layers' flushes, so nothing hides them."""
+    """Three rows share a slot, and every load is queued before the layers' flushes."""
     bench = Bench(order, policy, part_tokens=64, ring_slots=3)
     with bench.device.scope():
-        bench.feed({0: ids(5, 1)})
-        bench.check(bench.decode([0], 20), [0])
+        bench.feed({0: ids(5, 1), 1: ids(11, 2), 2: ids(3, 3)})
+        bench.check(bench.decode([0, 1, 2], 20), [0, 1, 2])
 
 
 def a_page_is_shared_while_it_is_written(order: str, policy: str) -> None:

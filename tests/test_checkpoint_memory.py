@@ -107,6 +107,7 @@ import contextlib, re, sys
 import torch
 from offload_llama.checkpoint.load import load_weights
 from offload_llama.checkpoint.open import open_checkpoint
+from offload_llama.device import DeviceMemory
 from offload_llama.device import PinRefused, open_device
 from offload_llama.model import Transformer
 
@@ -117,6 +118,12 @@ class Card:
     # Its tensors take no host memory, so what is measured is the loader's own.
     torch_device, offloads, simulated = torch.device("meta"), True, False
     scope = staticmethod(contextlib.nullcontext)
+
+    name = "a card with room"
+
+    @staticmethod
+    def memory():
+        return DeviceMemory(0, 0, 1 << 40, 1 << 40)
 
     @staticmethod
     def pinned_empty(shape, dtype):

@@ -100,12 +100,13 @@ def test_the_cpus_memory_is_the_processes_and_its_peak_can_start_again() -> None
     device = CpuDevice()
     before = device.memory()
     assert 0 < before.allocated_bytes <= before.peak_bytes < before.total_bytes
-    big = torch.ones(64 * 2**20, dtype=torch.uint8)
-    assert device.memory().peak_bytes >= before.allocated_bytes + 60 * 2**20
+    # Other memory of this process may be given back meanwhile, so half of it must show.
+    big = torch.ones(256 * 2**20, dtype=torch.uint8)
+    assert device.memory().peak_bytes >= before.allocated_bytes + 128 * 2**20
     del big
     device.reset_peak()
     if sys.platform == "linux":
-        assert device.memory().peak_bytes < before.allocated_bytes + 60 * 2**20
+        assert device.memory().peak_bytes < before.allocated_bytes + 128 * 2**20
 
 
 @pytest.mark.parametrize(
