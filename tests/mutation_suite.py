@@ -215,6 +215,26 @@ def a_page_is_shared_while_it_is_written(order: str, policy: str) -> None:
         bench.check(bench.decode([0, 1], 3), [0, 1])
 
 
+def a_resident_part_grows(order: str) -> None:
+    """From 64 to 128 rows, and the rows it had are still there."""
+    bench = Bench(order, "gpu", part_tokens=256)
+    with bench.device.scope():
+        bench.feed({0: ids(60, 1)})
+        bench.check(bench.decode([0], 8), [0])
+
+
+def freed_pages_join() -> None:
+    """Two halves that come back make a whole again."""
+    from offload_llama.cache.pages import Buddies
+
+    buddies = Buddies(64)
+    taken = [buddies.take(16), buddies.take(16)]
+    for offset in taken:
+        assert offset is not None
+        buddies.give(offset, 16)
+    assert buddies.take(64) == 0, "freed pages did not join"
+
+
 def refused_pins(order: str, allowed_bytes: int) -> None:
     """Rows pass through the bounce buffers, several times around."""
     wide = {"n_kv_heads": 8, "n_heads": 8, "head_dim": 64, "n_layers": 2}
@@ -296,7 +316,8 @@ def copies_hide_behind_compute() -> None:
 def scenarios() -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
     """Return the scenarios with their arguments, the quick ones first."""
     mixed = "layers:0=gpu,1-2=offload,3=gpu"
-    all_: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+    all_: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(freed_pages_join, ())]
+    all_.append((a_resident_part_grows, ("copy_last",)))
     for order, allowed_bytes in zip(ORDERS, (0, 4 << 20), strict=True):
         all_ += [
             (a_short_row_flushes_often, (order, mixed)),
