@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -25,9 +27,23 @@ LLAMA_8B = ModelConfig(
 )  # fmt: skip
 
 
-def step_seconds(config: ModelConfig, policy: str, n_tokens: int) -> tuple[float, float, float]:
-    """Return a decode step's time, and what its compute and its copies take by themselves."""
+@dataclass(frozen=True)
+class Steps:
+    """Seconds a decode step takes; of it those of kernels, and of the KV bytes at the link's rate.
+
+    The last is what the rows on the host need at the least: no latency, nothing loaded twice.
+    """
+
+    total_s: float
+    compute_s: float
+    link_s: float
+
+
+@functools.cache
+def decode_steps(config: ModelConfig, policy: str, n_tokens: int) -> Steps:
+    """Measure steps of a running decode: from one sampled token to another, nothing drained."""
     device = simulated("rtx-3060-12gb?vram=64GiB", values=False)
+    n_steps = 5
     with device.scope():
         model = Transformer(config)
         for name, shape in model.expected_tensors().items():
@@ -38,49 +54,91 @@ def step_seconds(config: ModelConfig, policy: str, n_tokens: int) -> tuple[float
             config, device, place(policy, config.n_layers), dtype=torch.float16,
             max_batch_size=1, max_seq_len=n_tokens + 64,
         )  # fmt: skip
-        for first in range(0, n_tokens, 2048):
-            with cache.step([0], [first], [2048], "none") as step:
-                model(step.upload([0] * 2048), step)
-        n_steps = 5
-        for i in range(n_steps + 2):
-            if i == 2:
-                device.synchronize()
-                device.card.forget()
-                start_s = device.clock()
+        with cache.step([0], [0], [n_tokens], "none") as step:
+            model(step.upload([0] * n_tokens), step)
+        for i in range(n_steps + 3):
+            if i == 3:
+                start_s, rows_bytes = device.clock(), cache.stats().host_kv_bytes
             with cache.step([0], [cache.lengths[0]], [1]) as step:
                 logits = model(step.upload([0]), step)
             logits.argmax(-1).tolist()
-        device.synchronize()
-        total_s = device.clock() - start_s
-        engines = {"compute": 0.0, "h2d": 0.0}
-        for record in device.card.timeline:
-            if record.engine in engines:
-                engines[record.engine] += record.end_s - record.start_s
+        stop_s = device.clock()
+        compute_s = sum(
+            max(0.0, min(record.end_s, stop_s) - max(record.start_s, start_s))
+            for record in device.card.timeline
+            if record.engine == "compute"
+        )
         cache.close()
-    return total_s / n_steps, engines["compute"] / n_steps, engines["h2d"] / n_steps
+    link_s = rows_bytes / device.card.profile.h2d_bytes_per_s
+    return Steps((stop_s - start_s) / n_steps, compute_s / n_steps, link_s)
+
+
+def over_the_larger(config: ModelConfig, policy: str, n_tokens: int) -> tuple[float, float]:
+    """Return the copy-to-compute ratio, and a step's time over the larger of the two.
+
+    Compute is the whole step of the same model with every layer resident: what the streamed one
+    computes beyond that counts against it.
+    """
+    compute_s = decode_steps(config, "gpu", n_tokens).total_s
+    steps = decode_steps(config, policy, n_tokens)
+    return steps.link_s / compute_s, steps.total_s / max(compute_s, steps.link_s)
 
 
 @pytest.mark.parametrize(
     ("config", "policy", "n_tokens", "ratio"),
     [
-        (SMOLLM2_1_7B, "gpu-layers:18", 4096, (0.4, 0.7)),  # a layer is two parts
-        (LLAMA_8B, "gpu-layers:16", 16384, (0.7, 1.0)),  # four parts, five slots
-        (SMOLLM2_1_7B, "gpu-layers:18", 16384, (1.2, 1.6)),  # eight parts
+        (LLAMA_8B, "gpu-layers:16", 2048, (0.1, 0.2)),  # a part is larger than a layer
+        (SMOLLM2_1_7B, "gpu-layers:18", 4096, (0.5, 0.6)),  # a layer is two parts
+        (LLAMA_8B, "gpu-layers:16", 16384, (0.8, 0.9)),  # four parts
+        (SMOLLM2_1_7B, "gpu-layers:18", 16384, (1.3, 1.5)),  # eight parts
         (SMOLLM2_1_7B, "gpu-layers:12", 16384, (2.0, 4.0)),
     ],
 )
 def test_a_decode_step_takes_the_larger_of_compute_and_copies(config, policy, n_tokens, ratio):
-    """Within 5 %, below, near and above a copy-to-compute ratio of one."""
-    total_s, compute_s, copy_s = step_seconds(config, policy, n_tokens)
-    assert ratio[0] < copy_s / compute_s < ratio[1]
-    assert max(compute_s, copy_s) <= total_s <= 1.05 * max(compute_s, copy_s)
+    """Within 5 %, below and above a copy-to-compute ratio of one."""
+    measured_ratio, over = over_the_larger(config, policy, n_tokens)
+    assert ratio[0] < measured_ratio < ratio[1]
+    assert 0.999 <= over <= 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="the link rests during the output head, and the spill order leaves uneven gaps",
+)
+@pytest.mark.parametrize(
+    ("config", "policy", "n_tokens"),
+    [
+        (SMOLLM2_1_7B, "gpu-layers:20", 16384),
+        (LLAMA_8B, "gpu-layers:13", 16384),
+        (SMOLLM2_1_7B, "gpu-layers:13", 4096),
+        (SMOLLM2_1_7B, "gpu-layers:19", 16384),
+    ],
+)
+def test_a_step_also_takes_the_larger_where_the_two_are_nearly_equal(config, policy, n_tokens):
+    """Copies of 0.9 to 1.15 times the compute: 8 to 12 % over, see the log."""
+    _, over = over_the_larger(config, policy, n_tokens)
+    assert over <= 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "policy", "n_tokens"),
+    [(SMOLLM2_1_7B, "gpu-layers:19", 16384), (LLAMA_8B, "gpu-layers:13", 16384)],
+)
+def test_where_the_two_are_nearly_equal_a_step_is_never_more_than_an_eighth_over(
+    config, policy, n_tokens
+):
+    _, over = over_the_larger(config, policy, n_tokens)
+    assert over <= 1.125
 
 
 def test_layers_in_one_lump_are_slower_than_spread_ones():
     """What the spill order is for: twelve of 24 layers, spread and as the upper half."""
-    spread_s, _, _ = step_seconds(SMOLLM2_1_7B, "gpu-layers:12", 4096)
-    lump_s, _, _ = step_seconds(SMOLLM2_1_7B, "layers:0-11=gpu,12-23=offload", 4096)
-    assert lump_s > 1.1 * spread_s
+    spread = decode_steps(SMOLLM2_1_7B, "gpu-layers:12", 4096)
+    lump = decode_steps(SMOLLM2_1_7B, "layers:0-11=gpu,12-23=offload", 4096)
+    assert lump.total_s > 1.1 * spread.total_s
 
 
 def script(name: str) -> ModuleType:
