@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_llama.cache.geometry import choose_geometry, choose_ring_slots
 from offload_llama.cache.loads import Span, part_ranges, plan_layer
 from offload_llama.cache.pages import Buddies, PagePool, PageTable, Run, next_page_tokens
 from offload_llama.config import ModelConfig
 from offload_llama.errors import ConfigError
+from offload_llama.geometry import choose_geometry, choose_ring_slots
 from offload_llama.policy import place, spill_order
 from tests.helpers_model import tiny_config
 

@@ -16,12 +16,16 @@ ROOT = Path(offload_llama.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Each may import those before it, and whatever is inside its own folder.
 ORDER = (
-    *("errors", "config", "hardware", "cost", "planner", "policy", "device"),
-    *("attention", "weights", "checkpoint", "tokenizer", "cache", "model", "sampling"),
+    *("errors", "config", "hardware", "machine", "models", "profiles", "geometry", "cost"),
+    *("planner", "policy", "device"),
+    *("attention", "weights", "checkpoint", "tokenizer", "cache", "model", "sampling", "oom"),
     *("generate", "admission", "steps", "llm", "llama"),
-    *("prompts", "console", "doctor", "answer", "cli", "__main__"),
+    *("prompts", "console", "probe", "doctor", "report", "answer", "cli", "__main__"),
 )
-WITHOUT_TORCH = ("errors", "config", "hardware", "cost", "planner", "policy", "cli")
+WITHOUT_TORCH = (
+    *("errors", "config", "hardware", "machine", "models", "profiles", "geometry", "cost"),
+    *("planner", "policy", "report", "cli"),
+)
 
 
 def imports(path: Path) -> Iterator[str]:

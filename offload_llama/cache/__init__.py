@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from offload_llama.cache.geometry import Geometry
 from offload_llama.cache.kv import CacheStats, KVCache
 from offload_llama.cache.step import Step
+from offload_llama.geometry import Geometry
 
 __all__ = ["CacheStats", "Geometry", "KVCache", "Step"]

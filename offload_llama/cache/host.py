@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from offload_llama.attention import Kernel, attend
-from offload_llama.cache.geometry import Geometry
 from offload_llama.cache.link import Link
 from offload_llama.cache.loads import Piece, Span, part_ranges
 from offload_llama.cache.pages import PageTable
@@ -21,6 +20,7 @@ from offload_llama.cache.ring import Ring
 from offload_llama.cache.slabs import HostPages
 from offload_llama.cache.view import CacheView
 from offload_llama.device import Device, Event
+from offload_llama.geometry import Geometry
 
 FLUSHES_IN_FLIGHT = 2
 """Layers of a prefill chunk whose keys and values may be on their way out at once."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from offload_llama.attention import choose_kernel
-from offload_llama.cache.geometry import ceil_power, choose_geometry, choose_ring_slots
 from offload_llama.cache.host import Departures, HostStore
 from offload_llama.cache.link import Link
 from offload_llama.cache.loads import Load, Piece, Span, plan_layer
@@ -19,6 +18,7 @@ from offload_llama.cache.step import LOGITS, Step, Uploads
 from offload_llama.config import ModelConfig
 from offload_llama.device import Device
 from offload_llama.errors import CacheError, CapacityError, ConfigError
+from offload_llama.geometry import ceil_power, choose_geometry, choose_ring_slots
 from offload_llama.policy import Placement
 
 

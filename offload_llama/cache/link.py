@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from offload_llama.cache.geometry import MIB
 from offload_llama.device import Device, PinRefused
+from offload_llama.geometry import MIB
 
 BOUNCE_BYTES = 1 * MIB
 BOUNCE_BUFFERS = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from offload_llama.cache.geometry import MIN_PAGE_TOKENS, Geometry
+from offload_llama.geometry import MIN_PAGE_TOKENS, Geometry
 
 
 @dataclass(slots=True, eq=False)

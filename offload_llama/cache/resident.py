@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from offload_llama.attention import Kernel, attend
-from offload_llama.cache.geometry import Geometry, ceil_power
 from offload_llama.cache.loads import Span, part_ranges
 from offload_llama.cache.view import CacheView
 from offload_llama.device import Device
+from offload_llama.geometry import Geometry, ceil_power
 
 FIRST_BUFFER_TOKENS = 64
 

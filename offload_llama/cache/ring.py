@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from offload_llama.cache.geometry import Geometry
 from offload_llama.cache.link import Link
 from offload_llama.cache.loads import Load, Piece
 from offload_llama.device import Device
+from offload_llama.geometry import Geometry
 
 Fill = Callable[[int, Piece, torch.Tensor], None]
 """(layer, piece, destination (2, n_host, KH, D)): queues the copies of one piece."""

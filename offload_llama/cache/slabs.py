@@ -6,16 +6,16 @@ import mmap
 
 import torch
 
-from offload_llama.cache.geometry import (
+from offload_llama.cache.link import Link
+from offload_llama.cache.pages import Page, PagePool, PageTable, Run, next_page_tokens
+from offload_llama.device import Device, PinRefused
+from offload_llama.geometry import (
     FIRST_SLAB_BYTES,
     MAX_SLAB_BYTES,
     Geometry,
     ceil_power,
     floor_power,
 )
-from offload_llama.cache.link import Link
-from offload_llama.cache.pages import Page, PagePool, PageTable, Run, next_page_tokens
-from offload_llama.device import Device, PinRefused
 
 
 class Slab:

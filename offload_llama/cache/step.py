@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload_llama.cache.geometry import ceil_power
 from offload_llama.cache.loads import Span
 from offload_llama.device import Device, PinRefused
+from offload_llama.geometry import ceil_power
 
 if TYPE_CHECKING:
     from offload_llama.cache.kv import KVCache

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offload_llama.cache.geometry import Geometry
+from offload_llama.geometry import Geometry
 
 
 class Gatherable(Protocol):
