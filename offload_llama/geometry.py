@@ -19,9 +19,13 @@ FLUSH_HALF_BYTES = 128 * KIB
 """Keys (or values) of one flush."""
 PAGE_HALF_BYTES = 2 * MIB
 """Keys (or values) of the largest page: copies of 2 MiB run at 97 % of the link."""
+FIRST_BUFFER_TOKENS = 64
+"""Rows of a resident part's first buffer."""
 MIN_PAGE_TOKENS = 16
 FIRST_SLAB_BYTES = 4 * MIB
 MAX_SLAB_BYTES = 64 * MIB
+FLUSHES_IN_FLIGHT = 2
+"""Layers of a prefill chunk whose keys and values may be on their way out at once."""
 MIN_RING_SLOTS = 3
 MAX_RING_SLOTS = 9
 LINK_SHARE = 13
@@ -113,3 +117,15 @@ def choose_ring_slots(config: ModelConfig, itemsize: int, n_host: int, parts_per
     gap_bytes = -(-config.n_layers // max(1, n_host)) * layer_bytes // LINK_SHARE
     gap_parts = -(-gap_bytes // PART_BYTES)
     return min(MAX_RING_SLOTS, max(MIN_RING_SLOTS, min(gap_parts, parts_per_layer) + 1))
+
+
+def resident_rows(geometry: Geometry, n_tokens: int) -> list[int]:
+    """Return the rows of each part's buffer of a resident sequence of n_tokens tokens.
+
+    Only the last part's buffer grows, doubling.
+    """
+    full, rest = divmod(n_tokens, geometry.part_tokens)
+    rows = [geometry.part_tokens] * full
+    if rest:
+        rows.append(min(geometry.part_tokens, max(FIRST_BUFFER_TOKENS, ceil_power(rest))))
+    return rows

@@ -68,7 +68,7 @@ class HardwareProfile:
     reach; `pageable_factor` is the share that pageable ones do, `duplex_factor` the share each
     direction keeps while both run. `copy_latency_s` and `kernel_s` are the least a copy and a
     kernel take, `launch_s` what queueing one costs the host. `context_bytes` is what the driver
-    and the runtime keep for themselves. `capability` is CUDA's, None where there is no such thing.
+    and the runtime keep for themselves, `workspace_bytes` what their matrix products do. `capability` is CUDA's, None where there is no such thing.
 
     Raises:
         ConfigError: a figure is not positive, or the context leaves no memory.
@@ -95,6 +95,13 @@ class HardwareProfile:
     launch_s: float = 4e-6
     # Recalled: 300 to 500 MB are gone from a desktop card once a PyTorch process has touched it.
     context_bytes: int = 400 * 2**20
+    # cuBLAS's scratch memory on one stream. Source: PyTorch's CUDA notes, CUBLAS_WORKSPACE_CONFIG,
+    # default ":4096:2:16:8" (two of 4096 KiB, eight of 16 KiB).
+    workspace_bytes: int = 8320 * 2**10
+    # Device bytes that runs on this computer took beyond their plan, and the most host memory that
+    # it page-locks (None where no limit was met): both known only once measured.
+    learnt_bytes: int = 0
+    max_pin_bytes: int | None = None
     flash_attention: bool = True
     bf16: bool = True
 
@@ -116,12 +123,23 @@ class HardwareProfile:
             )
 
 
-_MAY_BE_ZERO = frozenset({"context_bytes", "copy_latency_s", "kernel_s", "launch_s"})
+_MAY_BE_ZERO = frozenset(
+    {
+        "context_bytes",
+        "workspace_bytes",
+        "copy_latency_s",
+        "kernel_s",
+        "launch_s",
+        "learnt_bytes",
+        "max_pin_bytes",
+    }
+)
 
 # What a user may write behind `?`, the field it sets and how it is read.
 _OVERRIDES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "vram": ("vram_bytes", parse_bytes),
     "context": ("context_bytes", parse_bytes),
+    "workspace": ("workspace_bytes", parse_bytes),
     "mem": ("mem_bytes_per_s", parse_bytes),
     "h2d": ("h2d_bytes_per_s", parse_bytes),
     "d2h": ("d2h_bytes_per_s", parse_bytes),

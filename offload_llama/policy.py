@@ -1,13 +1,31 @@
-"""Where each layer's KV cache lives: one `Placement` per layer, decided as plain data."""
+"""From a policy as the user spells it to one `Placement` per layer, decided as plain data."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from offload_llama.cost import Setup
 from offload_llama.errors import ConfigError
+from offload_llama.hardware import HardwareProfile, format_bytes, parse_bytes
+from offload_llama.planner import (
+    Budget,
+    MemoryPlan,
+    auto,
+    plan_for,
+    spill_order,
+    spread,
+    with_kv_limit,
+)
 
-POLICY_HELP = "gpu, offload, gpu-layers:N or layers:0-11=gpu,12-29=offload"
+POLICY_HELP = (
+    "auto, gpu, offload, gpu-layers:N, budget:1.5GiB, layers:0-11=gpu,12-29=offload or @FILE"
+)
+
+__all__ = ["POLICY_HELP", "Placement", "place", "placements_of", "plan", "spill_order"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,21 +37,59 @@ class Placement:
     reason: str
 
 
-def spill_order(n_layers: int) -> list[int]:
-    """Return the layers in the order in which they leave the card.
+def plan(
+    policy: str, setup: Setup, profile: HardwareProfile, budget: Budget
+) -> tuple[MemoryPlan, tuple[Placement, ...]]:
+    """Return the plan of a policy and, at full context, each layer's placement with its reason.
 
-    Bit-reversed and from the last layer, so that after any number of departures the offloaded
-    layers are spread among the resident ones, and each state contains the one before it.
-    Source: van der Corput's sequence in base 2.
+    Whether it fits is for the caller to ask: a policy given by hand is planned as it stands.
+
+    Raises:
+        ConfigError: the policy is unknown, or names a layer that is not there, twice or never.
     """
-    bits = max(1, (n_layers - 1).bit_length())
-    reversed_bits = [int(f"{i:0{bits}b}"[::-1], 2) for i in range(n_layers)]
-    order = sorted(range(n_layers), key=reversed_bits.__getitem__)
-    return [n_layers - 1 - i for i in order]
+    text, n_layers = policy.strip(), setup.config.n_layers
+    if text == "auto":
+        found = auto(setup, profile, budget)
+        return found, _explained(found)
+    if text.startswith("budget:"):
+        limit_bytes = parse_bytes(text.removeprefix("budget:"))
+        found = with_kv_limit(setup, profile, budget, limit_bytes)
+        return found, _reasoned(
+            found.hosts,
+            f"policy {text}: within the {format_bytes(limit_bytes)} for the cache",
+            f"policy {text}: no room in {format_bytes(limit_bytes)} at full context",
+        )
+    placements = place(text, n_layers)
+    hosts = [placement.store == "host" for placement in placements]
+    return plan_for(setup, profile, budget, hosts), placements
+
+
+def _explained(found: MemoryPlan) -> tuple[Placement, ...]:
+    """Return the placements of an automatic plan."""
+    if found.n_host == 0:
+        return _reasoned(found.hosts, "auto: every layer fits the card at full context", "")
+    left = found.available_bytes - found.needed_bytes
+    room = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
+    return _reasoned(
+        found.hosts,
+        f"auto: fits the card at full context ({room})",
+        "auto: leaves the card before the context is full; spread among the others",
+    )
+
+
+def _reasoned(hosts: Sequence[bool], resident: str, offloaded: str) -> tuple[Placement, ...]:
+    return tuple(
+        Placement(
+            layer=layer,
+            store="host" if host else "resident",
+            reason=offloaded if host else resident,
+        )
+        for layer, host in enumerate(hosts)
+    )
 
 
 def place(policy: str, n_layers: int) -> tuple[Placement, ...]:
-    """Return one placement per layer for a policy as the user spells it.
+    """Return one placement per layer for a policy that needs no plan.
 
     Raises:
         ConfigError: the policy is unknown, or names a layer that is not there, twice or never.
@@ -47,6 +103,8 @@ def place(policy: str, n_layers: int) -> tuple[Placement, ...]:
         return _gpu_layers(text, n_layers)
     if text.startswith("layers:"):
         return _explicit(text, n_layers)
+    if text.startswith("@"):
+        return _from_file(Path(text[1:]), n_layers)
     raise ConfigError(f"unknown KV policy {policy!r}; use {POLICY_HELP}")
 
 
@@ -64,14 +122,10 @@ def _gpu_layers(text: str, n_layers: int) -> tuple[Placement, ...]:
     keep = int(number)
     if keep > n_layers:
         raise ConfigError(f"gpu-layers:{keep} asks for more layers than the model's {n_layers}")
-    gone = set(spill_order(n_layers)[: n_layers - keep])
-    return tuple(
-        Placement(
-            layer=i,
-            store="host" if i in gone else "resident",
-            reason=f"policy {text}: {'offloaded, spread' if i in gone else 'one of those kept'}",
-        )
-        for i in range(n_layers)
+    return _reasoned(
+        spread(n_layers, n_layers - keep),
+        f"policy {text}: one of those kept",
+        f"policy {text}: offloaded, spread",
     )
 
 
@@ -102,4 +156,51 @@ def _explicit(text: str, n_layers: int) -> tuple[Placement, ...]:
         )
     return tuple(
         Placement(layer=i, store=chosen[i], reason="placed by hand") for i in range(n_layers)
+    )
+
+
+def _from_file(path: Path, n_layers: int) -> tuple[Placement, ...]:
+    """Return the placements a file holds: a policy in words, or the JSON of a saved plan."""
+    try:
+        text = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"KV policy @{path}: cannot be read ({error})") from error
+    if not text.startswith("{"):
+        if text.startswith("@"):
+            raise ConfigError(f"KV policy @{path}: the file names another file; write a policy")
+        return place(text, n_layers)
+    try:
+        entries = json.loads(text)["placements"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"KV policy @{path}: no saved plan ({error!r}); make one with offload-llama plan --json"
+        ) from error
+    return placements_of(entries, n_layers, f"@{path}")
+
+
+def placements_of(entries: object, n_layers: int, name: str) -> tuple[Placement, ...]:
+    """Return the placements of a saved plan's list.
+
+    Args:
+        entries: a list of objects with `layer` and `store`.
+        n_layers: the model's layers.
+        name: what the message calls the plan.
+
+    Raises:
+        ConfigError: it is not one entry for each layer, in order.
+    """
+    stores = []
+    for layer, entry in enumerate(entries if isinstance(entries, list) else []):
+        store = entry.get("store") if isinstance(entry, dict) else None
+        if store not in ("resident", "host") or entry.get("layer") != layer:
+            raise ConfigError(f"{name}: placement {layer} of the saved plan cannot be read")
+        stores.append(store)
+    if len(stores) != n_layers:
+        raise ConfigError(
+            f"{name}: the saved plan places {len(stores)} layers, this model has {n_layers}; "
+            "plan again for this model"
+        )
+    return tuple(
+        Placement(layer=layer, store=store, reason=f"replayed from {name}")
+        for layer, store in enumerate(stores)
     )

@@ -111,6 +111,7 @@ def simulated(
             raise ConfigError(
                 f"a hardware profile has no field {field!r}; it has {', '.join(sorted(known))}"
             )
-    profile = dataclasses.replace(profile, **profile_overrides)
+    # Tensors are all that this card counts: nothing runs on it that needs scratch memory.
+    profile = dataclasses.replace(profile, **({"workspace_bytes": 0} | profile_overrides))
     card = Card(profile, values=values, order=order, strict=strict, seed=seed)
     return SimulatedDevice(card, f"sim:{name}")
