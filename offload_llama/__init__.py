@@ -17,12 +17,14 @@ from offload_llama.errors import (
     DeviceError,
     DoesNotFit,
     OffloadLlamaError,
+    OutOfMemory,
     PromptTooLong,
     RequestError,
     TokenizerError,
 )
 
 if TYPE_CHECKING:
+    from offload_llama.conversation import Conversation
     from offload_llama.llama import Llama
     from offload_llama.llm import LLM
 
@@ -34,11 +36,13 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "ConfigError",
+    "Conversation",
     "DeviceError",
     "DoesNotFit",
     "Llama",
     "ModelConfig",
     "OffloadLlamaError",
+    "OutOfMemory",
     "PromptTooLong",
     "RequestError",
     "RopeScaling",
@@ -46,7 +50,11 @@ __all__ = [
     "TokenizerError",
 ]
 
-_LAZY = {"LLM": "offload_llama.llm", "Llama": "offload_llama.llama"}
+_LAZY = {
+    "Conversation": "offload_llama.conversation",
+    "LLM": "offload_llama.llm",
+    "Llama": "offload_llama.llama",
+}
 
 
 def __getattr__(name: str) -> Any:

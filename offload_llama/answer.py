@@ -32,7 +32,8 @@ INTERRUPTED = 130
 class Job:
     """What the user asked of `generate`.
 
-    `load` returns the loaded model. `chat` None leaves the choice to the model.
+    `load` returns the loaded model. `chat` None leaves the choice to the model. `explain` says why
+    each layer's cache is where it is.
 
     Raises:
         ConfigError: the options contradict each other.
@@ -47,6 +48,7 @@ class Job:
     params: SamplingParams
     as_json: bool
     console: Console
+    explain: bool = False
 
     def __post_init__(self) -> None:
         sources = [s for s in (self.prompt, self.prompt_file, self.batch_file) if s is not None]
@@ -78,7 +80,7 @@ def run(job: Job) -> int:
         prompt = read_prompt(job.prompt_file or "-", console.say)
     with job.load() as llm:
         chat = _wants_chat(job, llm)
-        _introduce(llm, console)
+        _introduce(llm, console, explain=job.explain)
         if job.batch_file is not None:
             return _Batch(job, llm, chat, lines).run()
         messages = [("user", prompt)] if chat else None
@@ -103,8 +105,8 @@ def _wants_chat(job: Job, llm: LLM) -> bool:
     return has_template
 
 
-def _introduce(llm: LLM, console: Console) -> None:
-    """Say what runs where; with --verbose, also where each layer's cache is and why."""
+def _introduce(llm: LLM, console: Console, *, explain: bool) -> None:
+    """Say what runs where; if asked to explain or to say more, each layer's cache and why too."""
     simulated = "; simulated: real text, modelled times and bytes" if llm.device.simulated else ""
     console.say(
         f"{llm.checkpoint.path.name} in {str(llm.cache.dtype).removeprefix('torch.')} on "
@@ -114,7 +116,8 @@ def _introduce(llm: LLM, console: Console) -> None:
     for placement in llm.placements:
         chosen.setdefault((placement.store, placement.reason), []).append(placement.layer)
     for (store, reason), layers in chosen.items():
-        console.detail(f"KV cache {store} for layers {format_ranges(layers)} ({reason})")
+        tell = console.say if explain else console.detail
+        tell(f"KV cache {store} for layers {format_ranges(layers)} ({reason})")
 
 
 def _encoded(
@@ -266,15 +269,10 @@ class _Batch:
         stats = self.stats
         if not stats:
             return
-        memory = memory_part(
-            max(s.peak_device_bytes for s in stats),
-            device_kv_bytes=max(s.device_kv_bytes for s in stats),
-            host_kv_bytes=max(s.host_kv_bytes for s in stats),
-        )
         self.job.console.say(
             f"{len(stats)} of {len(self.lines)} prompts answered in {seconds:.1f} s; "
             f"{sum(s.prompt_tokens for s in stats)} prompt tokens, "
-            f"{sum(s.generated_tokens for s in stats)} generated; {memory}; "
+            f"{sum(s.generated_tokens for s in stats)} generated; {memory_part(stats)}; "
             f"per step {format_bytes(max(s.h2d_bytes_per_step for s in stats))} h2d, "
             f"{format_bytes(max(s.d2h_bytes_per_step for s in stats))} d2h"
             + (" [bytes simulated]" if stats[0].simulated else "")

@@ -1,7 +1,7 @@
-"""The command line: `offload-llama generate` and `offload-llama doctor`.
+"""The command line: `offload-llama generate`, `offload-llama plan` and `offload-llama doctor`.
 
-Modules that carry torch are imported inside the functions that need them, so that `--help` and
-usage errors answer at once.
+Modules that carry torch are imported inside the functions that need them, so that `--help`, `plan`
+and usage errors answer at once.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from offload_llama import __version__
-from offload_llama.config import SamplingParams
 from offload_llama.console import (
     PROGRAM,
     Console,
@@ -26,168 +24,19 @@ from offload_llama.console import (
     prepare_streams,
     report_error,
 )
-from offload_llama.errors import OffloadLlamaError
-from offload_llama.policy import POLICY_HELP
-from offload_llama.prompts import clean_argument
-
-if TYPE_CHECKING:
-    from offload_llama.llm import LLM
-
-    _TextType = click.ParamType[str]
-else:
-    _TextType = click.ParamType  # not generic before click 8.5
+from offload_llama.errors import ConfigError, OffloadLlamaError
+from offload_llama.options import (
+    DEFAULT_MODEL,
+    ModelOptions,
+    console_options,
+    model_options,
+    plan_options,
+    sampling_options,
+)
+from offload_llama.options.kinds import OneText, option
 
 OUT_OF_MEMORY, ENVIRONMENT, INTERRUPTED = 5, 7, 130
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-
-
-class OneText(_TextType):
-    """Text that an environment variable gives whole: stop strings may hold spaces."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the text, also where the locale could not decode it."""
-        return clean_argument(str(value))
-
-    def split_envvar_value(self, rv: str) -> Sequence[str]:
-        """Return the variable as one value."""
-        return [rv]
-
-
-def _dtype(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    """Return the long name of a dtype given in its short or long spelling."""
-    name = _DTYPES.get(value, value)
-    if name not in ("auto", *_DTYPES.values()):
-        raise click.BadParameter(f"{value!r} is none of auto, {', '.join(_DTYPES)}.", ctx, param)
-    return name
-
-
-def option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a click option whose environment variable is OFFLOAD_LLAMA_ and its first name."""
-    long_name = next(name for name in names if name.startswith("--")).partition("/")[0]
-    variable = "OFFLOAD_LLAMA_" + long_name.removeprefix("--").replace("-", "_").upper()
-    settings.setdefault("show_default", settings.get("default") is not None)
-    return click.option(*names, envvar=variable, show_envvar=True, **settings)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """Which model runs where: the options that `model_options` adds to a command."""
-
-    model: str
-    device: str
-    dtype: str
-    kv_policy: str
-    ctx: int | None
-    max_batch_size: int
-    prefill_chunk: int
-    chat_template: str | None
-    no_pin: bool
-
-    def load(self, console: Console) -> LLM:
-        """Return the loaded model.
-
-        Raises:
-            OffloadLlamaError: an option is not possible, or the model cannot be loaded.
-        """
-        from offload_llama.llm import LLM
-
-        return LLM.load(
-            self.model,
-            device=self.device,
-            dtype=self.dtype,
-            kv_policy=self.kv_policy,
-            ctx=self.ctx,
-            max_batch_size=self.max_batch_size,
-            prefill_chunk=self.prefill_chunk,
-            chat_template=self.chat_template,
-            pin=not self.no_pin,
-            progress=console.shows_progress,
-            notify=console.say,
-        )
-
-
-def _gathered(
-    cls: Any, keyword: str, options: Sequence[Callable[..., Any]], command: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return `command` with options added, whose values reach it together as one `cls`."""
-
-    @functools.wraps(command)
-    def with_options(**values: Any) -> Any:
-        given = {f.name: values.pop(f.name) for f in fields(cls) if f.name in values}
-        return command(**{keyword: cls(**given)}, **values)
-
-    wrapped: Callable[..., Any] = with_options
-    for add in reversed(options):
-        wrapped = add(wrapped)
-    return wrapped
-
-
-def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say which model runs where; the command takes `model_options`."""
-    size = click.IntRange(min=1)
-    options = [
-        option(
-            "--model",
-            default="smollm2-135m",
-            help="Folder, .gguf file, repository id, or the name of an installed model.",
-        ),
-        option(
-            "--device",
-            default="auto",
-            help="auto, cuda, cuda:N, xpu, cpu, or a simulated card like sim:rtx-3060-12gb.",
-        ),
-        option(
-            "--dtype",
-            metavar=f"[{'|'.join(('auto', *_DTYPES))}]",
-            default="auto",
-            callback=_dtype,
-            help="Numbers of weights and KV cache.",
-        ),
-        option(
-            "--kv-policy",
-            default="gpu",
-            help=f"Where the KV cache of each layer is: {POLICY_HELP}.",
-        ),
-        option("--ctx", type=size, help="Tokens of context; left out, what the model allows."),
-        option("--max-batch-size", type=size, default=1, help="Prompts run at the same time."),
-        option("--prefill-chunk", type=size, default=512, help="Prompt tokens in one pass."),
-        option(
-            "--chat-template",
-            help="Instead of the model's own: a jinja file, llama-2 or llama-3.",
-        ),
-        option("--no-pin", is_flag=True, help="Never page-lock host memory (copies are slower)."),
-    ]
-    return _gathered(ModelOptions, "model_options", options, command)
-
-
-def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say how tokens are chosen; the command takes `params`."""
-    options = [
-        option("--max-tokens", type=int, default=512, help="Most tokens to generate."),
-        option("--temperature", type=float, default=0.0, help="0 is greedy."),
-        option("--top-p", type=float, default=1.0, help="Likeliest tokens that reach this share."),
-        option("--top-k", type=int, help="Only this many of the likeliest tokens."),
-        option("--min-p", type=float, default=0.0, help="Tokens this likely beside the likeliest."),
-        option("--repetition-penalty", type=float, default=1.0, help="Above 1: repeat less."),
-        option("--seed", type=int, help="Same seed, same text; left out, a fresh one."),
-        option(
-            "--stop", type=OneText(), multiple=True, help="Text that ends the answer; repeatable."
-        ),
-        option("--ignore-eos", is_flag=True, help="Go on after the model ends its text."),
-    ]
-    return _gathered(SamplingParams, "params", options, command)
-
-
-def console_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --quiet and --verbose; the command takes `console`."""
-    options = [
-        option("-q", "--quiet", is_flag=True, help="Nothing on standard error but errors."),
-        option("-v", "--verbose", is_flag=True, help="More on standard error."),
-    ]
-    return _gathered(Console, "console", options, command)
 
 
 @click.group(invoke_without_command=True, context_settings=_SETTINGS)
@@ -232,17 +81,71 @@ def generate(model_options: ModelOptions, console: Console, **arguments: Any) ->
     from offload_llama.answer import Job, run
 
     load = functools.partial(model_options.load, console)
-    click.get_current_context().exit(run(Job(load=load, console=console, **arguments)))
+    click.get_current_context().exit(
+        run(Job(load=load, console=console, explain=model_options.explain, **arguments))
+    )
+
+
+@cli.command(context_settings=_SETTINGS)
+@click.argument("model", default=DEFAULT_MODEL, envvar="OFFLOAD_LLAMA_MODEL")
+@option("--gpu", metavar="NAME", help="Plan for this card, like rtx-4060; there need not be one.")
+@plan_options
+@option("--min-tps", type=float, help="Tokens a second; with --ctx max, the context it allows.")
+@option("--frontier", is_flag=True, help="Latency against memory, over policies and contexts.")
+@option("--plot", metavar="FILE", help="With --frontier: draw it, into out.png for example.")
+@option("--check", is_flag=True, help="End with exit code 3 if it does not fit.")
+@option("--learn", is_flag=True, help="Run it briefly here, and keep what it took beyond the plan.")
+@option("--json", "as_json", is_flag=True, help="Print JSON, which --plan replays.")
+def plan(model_options: ModelOptions, gpu: str | None, learn: bool, **arguments: Any) -> None:
+    """Show what would fit, how fast it would be, and what else there is.
+
+    MODEL is a preset (llama-3.1-8b), a folder, a file or an installed model. Neither a card nor a
+    download is needed.
+    """
+    from offload_llama.report.command import PlanJob, run
+
+    saved = model_options.saved_plan()
+    options = model_options.replaying(saved)
+    if learn:
+        if gpu is not None:
+            raise ConfigError("--learn measures the card in this computer: leave --gpu out")
+        from offload_llama.report.learn import learn as learn_from_run
+
+        load = functools.partial(options.load, Console())
+        click.get_current_context().exit(learn_from_run(load, options.device, Console()))
+    target: dict[str, Any] = {"gpu": gpu, "device": options.device, "vram": options.vram}
+    if saved is not None and gpu is None and not options.given & {"vram", "device"}:
+        target = saved.target()
+    job = PlanJob(
+        model=options.model,
+        **target,
+        ram=options.ram,
+        reserve=options.reserve,
+        ctx=options.ctx,
+        batch=options.max_batch_size,
+        weights=options.weights,
+        kv_dtype=options.kv_dtype,
+        dtype=options.dtype,
+        policy=options.kv_policy,
+        prefill_chunk=options.prefill_chunk,
+        allow_lossy=options.allow_lossy,
+        explain=options.explain,
+        replayed=saved,
+        console=Console(),
+        **arguments,
+    )
+    click.get_current_context().exit(run(job))
 
 
 @cli.command(context_settings=_SETTINGS)
 @option("--device", default="auto", help="The device to look at, a simulated card too.")
+@option("--probe", is_flag=True, help="Measure the card, its link and this memory, and keep it.")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(device: str, as_json: bool) -> None:
+def doctor(device: str, probe: bool, as_json: bool) -> None:
     """Show what is here: Python, torch, card, memory, page-locking, default model."""
     from offload_llama.doctor import examine, render
 
-    report = examine(device)
+    report = examine(device, probe=probe)
     Console().write(json.dumps(report) + "\n" if as_json else render(report))
 
 

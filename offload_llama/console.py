@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
@@ -110,28 +110,41 @@ def rate(tokens: int, seconds: float) -> str:
 
 
 def stats_line(stats: RunStats) -> str:
-    """Return one run's figures on one line.
+    """Return one run's figures on one line, with what was planned for it beside them.
 
     The decode rate counts the tokens after the first: the first one comes out of the prefill.
     """
+    step = ""
+    if stats.decode_ms is not None:
+        step = f", {stats.decode_ms:.1f} ms each"
+        step += planned(stats.decode_ms, stats.planned_decode_ms, "{:.1f} ms".format)
     parts = [
         f"prompt {stats.prompt_tokens} tokens at {rate(stats.prompt_tokens, stats.prefill_s)}",
         f"first token after {stats.ttft_s:.2f} s",
-        f"{stats.generated_tokens} tokens at {rate(stats.generated_tokens - 1, stats.decode_s)}",
-        memory_part(
-            stats.peak_device_bytes,
-            device_kv_bytes=stats.device_kv_bytes,
-            host_kv_bytes=stats.host_kv_bytes,
-        ),
+        f"{stats.generated_tokens} tokens at {rate(stats.generated_tokens - 1, stats.decode_s)}"
+        + step,
+        memory_part([stats]),
         f"per token {format_bytes(stats.h2d_bytes_per_step)} h2d, "
         f"{format_bytes(stats.d2h_bytes_per_step)} d2h",
     ]
     return "; ".join(parts) + (" [simulated]" if stats.simulated else "")
 
 
-def memory_part(peak_device_bytes: int, *, device_kv_bytes: int, host_kv_bytes: int) -> str:
-    """Return the device's peak and where the KV cache lies."""
-    return (
-        f"device peak {format_bytes(peak_device_bytes)}; KV {format_bytes(device_kv_bytes)} "
-        f"on the device, {format_bytes(host_kv_bytes)} on the host"
-    )
+def planned(actual: float, plan: float | None, show: Callable[[float], str]) -> str:
+    """Return what stands behind a figure that was planned: the plan, and how far off it is."""
+    if not plan:
+        return ""
+    error = round(100 * (actual / plan - 1), 1) + 0.0  # never "-0.0"
+    return f" (planned {show(plan)}, {error:+.1f} %)"
+
+
+def memory_part(runs: Sequence[RunStats]) -> str:
+    """Return the device's peak and where the KV cache lies, the most of several runs."""
+    most = max(runs, key=lambda stats: stats.peak_device_bytes)
+    peak = format_bytes(most.peak_device_bytes)
+    peak += planned(most.peak_device_bytes, most.planned_peak_device_bytes, format_bytes)
+    most = max(runs, key=lambda stats: stats.host_kv_bytes)
+    host = f"{format_bytes(most.host_kv_bytes)} on the host"
+    host += planned(most.host_kv_bytes, most.planned_host_kv_bytes, format_bytes)
+    device_bytes = max(stats.device_kv_bytes for stats in runs)
+    return f"device peak {peak}; KV {format_bytes(device_bytes)} on the device, {host}"

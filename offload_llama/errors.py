@@ -6,6 +6,7 @@
     ├── TokenizerError       the vocabulary or the chat template cannot be used
     ├── PlanError
     │   └── DoesNotFit       more bytes are needed than there are
+    ├── OutOfMemory          the card's memory ran out, and nothing more could leave it
     ├── CacheError
     │   └── CapacityError    a sequence or a batch outgrew the cache
     ├── DeviceError          the device is not here, or cannot do what was asked
@@ -17,6 +18,8 @@ line turns `exit_code` into the process's exit code.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class OffloadLlamaError(Exception):
@@ -69,6 +72,38 @@ class DoesNotFit(PlanError):
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
+        self.suggestions = suggestions
+
+
+class OutOfMemory(OffloadLlamaError):
+    """The card's memory ran out, and nothing more could leave it.
+
+    Attributes:
+        phase: "weights", "prefill" or "decode".
+        needed_bytes: what was asked for in vain.
+        free_bytes: what was free.
+        holders: bytes by who holds them: weights, KV, staging, activations, other programs, and
+            what PyTorch keeps for itself.
+        suggestions: three options that would work, best first.
+    """
+
+    exit_code = 5
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        phase: str,
+        needed_bytes: int,
+        free_bytes: int,
+        holders: Mapping[str, int],
+        suggestions: tuple[str, ...],
+    ) -> None:
+        super().__init__(message)
+        self.phase = phase
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self.holders = dict(holders)
         self.suggestions = suggestions
 
 

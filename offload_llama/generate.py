@@ -3,184 +3,76 @@
 A `Run` takes up to `max_batch_size` requests through the model together. Each prompt is filled in
 alone, chunk by chunk; then one packed step per token carries every sequence that is not done.
 Sequences end at different times, and their cache rows are free from that moment.
+
+When the card's memory runs out, layers move to the host and the same step runs again. If none is
+left, the youngest sequence gives its row back and is filled in again once another has finished.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 from offload_llama.cache import KVCache
-from offload_llama.config import SamplingParams
-from offload_llama.device.api import Device
-from offload_llama.errors import RequestError
+from offload_llama.device.api import Device, DeviceMemory
+from offload_llama.errors import OutOfMemory, RequestError
+from offload_llama.forecast import Expected, Extent, expected
 from offload_llama.model import Transformer
-from offload_llama.policy import Placement
-from offload_llama.sampling import Choice, Sampler, sample
+from offload_llama.oom import Setup, attempt, out_of_memory
+from offload_llama.planner import MemoryPlan
+from offload_llama.request import Completion, Progress, Request, RunStats, Token
+from offload_llama.sampling import Choice, logprobs_of, sample
 from offload_llama.tokenizer.api import Tokenizer
-from offload_llama.tokenizer.stream import Detokenizer
+
+__all__ = ["Completion", "Engine", "Request", "Run", "RunStats", "Token"]
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What a run works with. `prefill_chunk` is the most prompt tokens in one forward pass."""
+    """What a run works with.
+
+    Attributes:
+        prefill_chunk: the most prompt tokens in one forward pass.
+        fallback: move layers to the host when the card's memory runs out, rather than fail.
+        preempt: where that is not enough, let the youngest of several sequences wait.
+        notify: is told in one line when a sequence has to.
+        plan: what was planned, to be shown beside what a run came to; None where nothing was.
+    """
 
     model: Transformer
     cache: KVCache
     device: Device
     tokenizer: Tokenizer
     prefill_chunk: int
+    fallback: bool = True
+    preempt: bool = True
+    notify: Callable[[str], None] = lambda line: None
+    plan: MemoryPlan | None = None
+
+    @property
+    def setup(self) -> Setup:
+        """What takes memory of the card, for the report when it runs out."""
+        weights = list(self.model.buffers())
+        return Setup(
+            device=self.device.name,
+            weights_bytes=sum(w.numel() * w.element_size() for w in weights),
+            weights_itemsize=max((w.element_size() for w in weights), default=0),
+            prefill_chunk=self.prefill_chunk,
+            fallback=self.fallback,
+        )
 
     def close_cache(self) -> None:
         """Give the cache's memory back."""
         with self.device.scope():
             self.cache.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt, at least one token and shorter than the context, and how to go on from it.
-
-    `continues_text` says that the answer goes on from the prompt's text, so that a space between
-    the two belongs to it; a chat's reply is a text of its own. `logprobs` asks for the
-    log-probability of each generated token, `prompt_logprobs` for that of each prompt token after
-    the first. Both are the model's own: before penalty, temperature and filters.
-    """
-
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams = field(default_factory=SamplingParams)
-    continues_text: bool = False
-    logprobs: bool = False
-    prompt_logprobs: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStats:
-    """What one sequence cost.
-
-    Times are those of the model's own work on the device's clock, without what the caller does
-    between steps. `ttft_s` runs from the start of the batch to this sequence's first token,
-    `prefill_s` is its own prompt, `decode_s` all steps after the batch's prompts, to its end.
-    Bytes are those of the whole batch: KV bytes and peak as this sequence ended, copies since the
-    batch began, `_per_step` over the decode steps alone.
-    """
-
-    prompt_tokens: int
-    generated_tokens: int
-    ttft_s: float
-    prefill_s: float
-    decode_s: float
-    peak_device_bytes: int
-    host_kv_bytes: int
-    device_kv_bytes: int
-    pinned_bytes: int
-    h2d_bytes: int
-    d2h_bytes: int
-    h2d_bytes_per_step: int
-    d2h_bytes_per_step: int
-    simulated: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """The answer to one request.
-
-    `finish_reason`: "eos" (the model ended it), "stop" (a stop string or id the caller gave),
-    "length" (`max_tokens`), "context" (prompt and answer fill the context) or "interrupted".
-    `text` ends before a stop string. `token_ids` are all generated ids but an id that ended the
-    text; with `ignore_eos` end-of-text ids are ordinary and stay in. `logprobs` is parallel to
-    `token_ids`, `prompt_logprobs` to all but the first of `prompt_token_ids`.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    prompt_token_ids: tuple[int, ...]
-    finish_reason: str
-    seed: int
-    stats: RunStats
-    logprobs: tuple[float, ...] | None = None
-    prompt_logprobs: tuple[float, ...] | None = None
-
-    def as_dict(self, placements: Sequence[Placement] = ()) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
-        return {
-            "text": self.text,
-            "token_ids": list(self.token_ids),
-            "prompt_token_ids": list(self.prompt_token_ids),
-            "finish_reason": self.finish_reason,
-            "seed": self.seed,
-            "stats": asdict(self.stats),
-            "placements": [asdict(placement) for placement in placements],
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
-    """One generated token of one request.
-
-    `text` is what may be shown now: it can be empty (half a character, or what may become a stop
-    string) and can bring along what was held back before. The last token of a request carries
-    `finish_reason` and `completion`; if an id ended the text, `token_id` is that id.
-    """
-
-    index: int
-    token_id: int
-    text: str
-    finish_reason: str | None = None
-    completion: Completion | None = None
-
-
-class _Sequence:
-    """One request while it runs: its row in the cache, its tokens so far, its times."""
-
-    def __init__(self, index: int, row: int, request: Request, engine: Engine) -> None:
-        params, tokenizer = request.params, engine.tokenizer
-        self.index, self.row, self.request = index, row, request
-        self.sampler = Sampler(params, prompt_ids=request.prompt_ids, logprobs=request.logprobs)
-        self.detokenizer = Detokenizer(
-            tokenizer,
-            prompt_ids=request.prompt_ids if request.continues_text else (),
-            stop=params.stop,
-        )
-        self.eos_ids = frozenset[int]() if params.ignore_eos else tokenizer.stop_ids
-        spelled = (tokenizer.control_ids.get(stop) for stop in params.stop)
-        self.stop_ids = {*params.stop_token_ids, *(i for i in spelled if i is not None)}
-        room = engine.cache.max_seq_len - len(request.prompt_ids)
-        if params.max_tokens is not None and params.max_tokens <= room:
-            self.limit_tokens, self.limit_reason = params.max_tokens, "length"
-        else:
-            self.limit_tokens, self.limit_reason = room, "context"
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.prompt_logprobs: list[float] = []
-        self.finish_reason: str | None = None
-        self.prefill_s = self.ttft_s = 0.0
-        self.decode_steps = 0
-
-    def accept(self, token_id: int, logprob: float | None) -> str:
-        """Append a sampled token and return the text to show; sets `finish_reason` at the end."""
-        text = ""
-        if token_id in self.eos_ids:
-            self.finish_reason = "eos"
-        elif token_id in self.stop_ids:
-            self.finish_reason = "stop"
-        else:
-            self.token_ids.append(token_id)
-            if logprob is not None:
-                self.logprobs.append(logprob)
-            text = self.detokenizer.push(token_id)
-            if self.detokenizer.stopped:
-                self.finish_reason = "stop"
-            elif len(self.token_ids) >= self.limit_tokens:
-                self.finish_reason = self.limit_reason
-        if self.finish_reason is not None:
-            text += self.detokenizer.finish()
-        return text
 
 
 class Run:
@@ -200,10 +92,13 @@ class Run:
         self.completions: dict[int, Completion] = {}
         self._engine = engine
         self._waiting = deque(
-            _Sequence(first_index + row, row, request, engine)
+            Progress(first_index + row, row, request, engine.tokenizer, engine.cache.max_seq_len)
             for row, request in enumerate(requests)
         )
-        self._active: list[_Sequence] = []
+        self._rows = len(requests)
+        self._longest_prompt = max((len(r.prompt_ids) for r in requests), default=0)
+        self._active: list[Progress] = []
+        self._crowded = False
         self._worked_s = 0.0
         self._work_began_s = 0.0
         self._prompts_end_s = 0.0
@@ -225,15 +120,19 @@ class Run:
 
         Raises:
             RequestError: the run is done or closed.
+            OutOfMemory: the card has no memory for one sequence alone, or nothing may give way.
         """
         if self.done:
             raise RequestError("this generation is over; start another one")
         with self._work():
-            if self._waiting:
+            if self._waiting and not (self._crowded and self._active):
                 sequence = self._waiting.popleft()
                 self._active.append(sequence)
-                return self._emit([sequence], [self._prefill(sequence)])
-            return self._emit(self._active, self._decode())
+                choice = self._prefill(sequence)
+                if choice is not None:
+                    return self._emit([sequence], [choice])
+            choices = self._decode()
+            return self._emit(self._active, choices)
 
     def close(self, *, interrupted: bool = True) -> None:
         """Free the run's rows in the cache; a second call changes nothing.
@@ -242,7 +141,8 @@ class Run:
             interrupted: give each unfinished request a completion of what it has so far, with the
                 reason "interrupted". Leave it off where the device may be in trouble.
         """
-        unfinished, self._active = self._active, []
+        unfinished = [*self._active, *(s for s in self._waiting if s.token_ids)]
+        self._active = []
         self._waiting.clear()
         if not unfinished:
             return
@@ -271,24 +171,37 @@ class Run:
         """Return the time worked so far; only inside `_work`."""
         return self._worked_s + self._engine.device.clock() - self._work_began_s
 
-    def _prefill(self, sequence: _Sequence) -> Choice:
-        """Run one prompt through the model, chunk by chunk, and return its first token."""
-        engine, ids, row = self._engine, sequence.request.prompt_ids, sequence.row
+    def _prefill(self, sequence: Progress) -> Choice | None:
+        """Run one prompt, and what was answered so far, through the model, chunk by chunk.
+
+        Returns the next token; None if there was no room beside the others, and it waits again.
+        """
+        engine, resumed = self._engine, bool(sequence.token_ids)
+        ids = (*sequence.request.prompt_ids, *sequence.token_ids)
+        scored = sequence.request.prompt_logprobs and not resumed
+        if scored:
+            sequence.prompt_logprobs = []
         began_s = self._now_s()
-        for start in range(0, len(ids), engine.prefill_chunk):
-            chunk = ids[start : start + engine.prefill_chunk]
-            end = start + len(chunk)
-            wanted = "last" if end == len(ids) else "none"
-            if sequence.request.prompt_logprobs:
-                wanted = "all"
-            with engine.cache.step([row], [start], [len(chunk)], logits=wanted) as step:
-                logits = engine.model(step.upload(list(chunk)), step)
-            if sequence.request.prompt_logprobs:
-                assert logits is not None
-                following = ids[start + 1 : end + 1]
-                sequence.prompt_logprobs += _logprobs_of(logits[: len(following)], following)
-        assert logits is not None
-        [choice] = sample(logits[-1:], [sequence.sampler], engine.tokenizer.n_ids)
+        try:
+            for start in range(0, len(ids), engine.prefill_chunk):
+                chunk = ids[start : start + engine.prefill_chunk]
+                end = start + len(chunk)
+                wanted = "all" if scored else "last" if end == len(ids) else "none"
+                logits = self._forward("prefill", [sequence.row], [start], [chunk], wanted)
+                if scored:
+                    assert logits is not None
+                    following = ids[start + 1 : end + 1]
+                    score = partial(logprobs_of, logits[: len(following)], following)
+                    sequence.prompt_logprobs += self._attempt("prefill", score)
+            assert logits is not None
+            [choice] = self._sample("prefill", logits[-1:], [sequence])
+        except OutOfMemory:
+            if not self._set_aside():
+                raise
+            return None
+        if resumed:
+            sequence.decode_steps += 1
+            return choice
         engine.device.synchronize()
         sequence.ttft_s = self._prompts_end_s = self._now_s()
         sequence.prefill_s = sequence.ttft_s - began_s
@@ -297,25 +210,91 @@ class Run:
         return choice
 
     def _decode(self) -> list[Choice]:
-        """Run the newest token of every active sequence through the model; return the next."""
-        engine, active = self._engine, self._active
-        rows = [s.row for s in active]
-        starts = [len(s.request.prompt_ids) + len(s.token_ids) - 1 for s in active]
-        newest = [s.token_ids[-1] for s in active]
-        with engine.cache.step(rows, starts, [1] * len(active), logits="last") as step:
-            logits = engine.model(step.upload(newest), step)
-        for sequence in active:
-            sequence.decode_steps += 1
-        assert logits is not None
-        return sample(logits, [s.sampler for s in active], engine.tokenizer.n_ids)
+        """Run the newest token of every active sequence through the model; return the next.
 
-    def _emit(self, sequences: list[_Sequence], choices: list[Choice]) -> list[Token]:
+        Those that had to give way are no longer active afterwards.
+        """
+        while True:
+            active = list(self._active)
+            starts = [len(s.request.prompt_ids) + len(s.token_ids) - 1 for s in active]
+            newest = [s.token_ids[-1:] for s in active]
+            try:
+                logits = self._forward("decode", [s.row for s in active], starts, newest, "last")
+                assert logits is not None
+                choices = self._sample("decode", logits, active)
+            except OutOfMemory:
+                if not self._set_aside():
+                    raise
+                continue
+            for sequence in active:
+                sequence.decode_steps += 1
+            return choices
+
+    def _forward(
+        self,
+        phase: str,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        new: Sequence[Sequence[int]],
+        wanted: str,
+    ) -> torch.Tensor | None:
+        """Run new tokens of some rows through the model and return the logits that are wanted."""
+        engine = self._engine
+
+        def once() -> torch.Tensor | None:
+            with engine.cache.step(rows, starts, [len(ids) for ids in new], logits=wanted) as step:
+                logits: torch.Tensor | None = engine.model(
+                    step.upload([i for ids in new for i in ids]), step
+                )
+                return logits
+
+        return self._attempt(phase, once)
+
+    def _sample(
+        self, phase: str, logits: torch.Tensor, sequences: Sequence[Progress]
+    ) -> list[Choice]:
+        samplers = [sequence.sampler for sequence in sequences]
+        return self._attempt(phase, partial(sample, logits, samplers, self._engine.tokenizer.n_ids))
+
+    def _attempt(self, phase: str, action: Callable[[], Result]) -> Result:
+        """Return `action()`, moving layers to the host for as long as memory runs out.
+
+        Raises:
+            OutOfMemory: no layer is left to move, or none may.
+        """
+        engine = self._engine
+
+        def relieve() -> tuple[int, ...]:
+            return engine.cache.relieve() if engine.fallback else ()
+
+        def report(said: str, memory: DeviceMemory) -> OutOfMemory:
+            return out_of_memory(phase, said, memory, engine.setup, engine.cache)
+
+        return attempt(action, relieve, engine.device, report)
+
+    def _set_aside(self) -> bool:
+        """Let the youngest sequence wait until another has finished; return whether one can."""
+        engine = self._engine
+        if len(self._active) < 2 or not (engine.fallback and engine.preempt):
+            return False
+        sequence = self._active.pop()
+        engine.cache.free(sequence.row)
+        self._waiting.appendleft(sequence)
+        self._crowded = True
+        engine.notify(
+            f"prompt {sequence.index + 1} waits until another has finished: the card's memory "
+            "holds no more sequences"
+        )
+        return True
+
+    def _emit(self, sequences: list[Progress], choices: list[Choice]) -> list[Token]:
         """Append the choices, complete and free what ends with them, and return the tokens."""
         sequences = list(sequences)
         texts = [s.accept(*choice) for s, choice in zip(sequences, choices, strict=True)]
         finished = [s for s in sequences if s.finish_reason is not None]
         if finished:
             self._complete(finished)
+            self._crowded = False
             self._active = [s for s in self._active if s.finish_reason is None]
             for sequence in finished:
                 self._engine.cache.free(sequence.row)
@@ -330,11 +309,27 @@ class Run:
             for s, choice, text in zip(sequences, choices, texts, strict=True)
         ]
 
-    def _complete(self, sequences: list[_Sequence]) -> None:
+    def _planned(self, sequences: Sequence[Progress]) -> Expected | None:
+        """Return what was to be expected of the batch as it stands."""
+        engine = self._engine
+        if engine.plan is None:
+            return None
+        lengths = [len(s.request.prompt_ids) + len(s.token_ids) for s in sequences]
+        hosts = [placement.store == "host" for placement in engine.cache.placements]
+        return expected(
+            engine.plan,
+            hosts,
+            Extent(
+                rows=self._rows, prompt_tokens=self._longest_prompt, tokens=max(lengths, default=1)
+            ),
+        )
+
+    def _complete(self, sequences: list[Progress]) -> None:
         """Put the completions of ended sequences down, while their rows are still there."""
         device, cache = self._engine.device, self._engine.cache
         device.synchronize()
         now_s, held, peak_bytes = self._now_s(), cache.stats(), device.memory().peak_bytes
+        planned = self._planned(sequences)
         for sequence in sequences:
             request, steps = sequence.request, sequence.decode_steps
             h2d_bytes = held.h2d_bytes - self._prompts_h2d_bytes
@@ -345,8 +340,12 @@ class Run:
                 ttft_s=sequence.ttft_s,
                 prefill_s=sequence.prefill_s,
                 decode_s=now_s - self._prompts_end_s if steps else 0.0,
+                decode_ms=1e3 * (now_s - self._prompts_end_s) / steps if steps else None,
+                planned_decode_ms=1e3 * planned.decode_s if planned and steps else None,
                 peak_device_bytes=peak_bytes,
+                planned_peak_device_bytes=planned.peak_device_bytes if planned else None,
                 host_kv_bytes=held.host_kv_bytes,
+                planned_host_kv_bytes=planned.host_kv_bytes if planned else None,
                 device_kv_bytes=held.device_kv_bytes,
                 pinned_bytes=held.pinned_bytes,
                 h2d_bytes=held.h2d_bytes,
@@ -368,13 +367,3 @@ class Run:
                     tuple(sequence.prompt_logprobs) if request.prompt_logprobs else None
                 ),
             )
-
-
-def _logprobs_of(logits: torch.Tensor, ids: Sequence[int]) -> list[float]:
-    """Return the log-probability of ids[i] under logits[i]: (n, V) on the device, n ids."""
-    if not ids:
-        return []
-    chosen = torch.tensor(ids).to(logits.device)
-    picked = logits.gather(1, chosen[:, None]).squeeze(1) - logits.logsumexp(1)
-    values: list[float] = picked.cpu().tolist()
-    return values

@@ -68,7 +68,8 @@ class HardwareProfile:
     reach; `pageable_factor` is the share that pageable ones do, `duplex_factor` the share each
     direction keeps while both run. `copy_latency_s` and `kernel_s` are the least a copy and a
     kernel take, `launch_s` what queueing one costs the host. `context_bytes` is what the driver
-    and the runtime keep for themselves, `workspace_bytes` what their matrix products do. `capability` is CUDA's, None where there is no such thing.
+    and the runtime keep for themselves, `workspace_bytes` what their matrix products do.
+    `capability` is CUDA's, None where there is no such thing.
 
     Raises:
         ConfigError: a figure is not positive, or the context leaves no memory.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -16,11 +16,23 @@ from offload_llama.checkpoint.api import Checkpoint
 from offload_llama.checkpoint.load import load_weights
 from offload_llama.checkpoint.open import open_checkpoint
 from offload_llama.config import DTYPES, ModelConfig, SamplingParams
+from offload_llama.cost import RUNNABLE_KV, RUNNABLE_WEIGHTS
+from offload_llama.cost.packing import PACKED
 from offload_llama.device import Device, open_device
 from offload_llama.errors import ConfigError
+from offload_llama.fitting import (
+    Wishes,
+    batch_size,
+    dtype_name,
+    fit,
+    require_one_kind,
+    require_runnable,
+)
+from offload_llama.forecast import moved_line
 from offload_llama.generate import Completion, Engine, Request
 from offload_llama.model import Transformer
-from offload_llama.policy import Placement, place
+from offload_llama.planner import MemoryPlan
+from offload_llama.policy import Placement
 from offload_llama.steps import Interrupted, Steps, Stream, Turn
 from offload_llama.tokenizer.api import Tokenizer
 from offload_llama.tokenizer.chat import Message, encode_chat
@@ -36,7 +48,7 @@ class LLM:
 
     Attributes:
         checkpoint: the model's files (closed after loading), with their format and path.
-        placements: where each layer's keys and values are, and why.
+        plan: what it was loaded with; None where device and host memory are the same.
         chat_template: what `encode_chat` uses: the one given, else the model's own, else None.
     """
 
@@ -45,11 +57,11 @@ class LLM:
         engine: Engine,
         *,
         checkpoint: Checkpoint,
-        placements: Sequence[Placement],
+        plan: MemoryPlan | None = None,
         chat_template: str | None = None,
     ) -> None:
         self.checkpoint = checkpoint
-        self.placements = tuple(placements)
+        self.plan = plan
         self.chat_template = chat_template or engine.tokenizer.chat_template
         self._turn = Turn(engine)
         self._admission = Admission(
@@ -66,13 +78,20 @@ class LLM:
         tokenizer: str | Path | None = None,
         device: str = "auto",
         dtype: str = "auto",
-        kv_policy: str = "gpu",
+        weights: str = "auto",
+        kv_dtype: str = "auto",
+        kv_policy: str = "auto",
         ctx: int | None = None,
-        max_batch_size: int = 1,
+        max_batch_size: int | str = 1,
         prefill_chunk: int = 512,
         part_tokens: int | None = None,
         flush_tokens: int | None = None,
         ring_slots: int | None = None,
+        reserve_bytes: int | None = None,
+        ram_bytes: int | None = None,
+        vram_bytes: int | None = None,
+        fallback: bool = True,
+        plan: Mapping[str, Any] | None = None,
         pin: bool = True,
         chat_template: str | None = None,
         progress: bool = False,
@@ -85,11 +104,20 @@ class LLM:
             tokenizer: a tokenizer's file or folder, where it is not beside the model.
             dtype: of weights and cache. "auto" is float32 on the CPU, and on a card bfloat16
                 where it has it, else float16.
-            kv_policy: where each layer's keys and values live (see `policy`).
-            ctx: tokens one sequence may have, prompt and answer; the model's own limit if None.
-            max_batch_size: sequences that run together.
+            weights: how the matrices are kept: "auto" is as they were saved packed, else `dtype`;
+                int8, int4 and int4-g32 pack them while they load.
+            kv_dtype: how keys and values are kept; "auto" is `dtype`.
+            kv_policy: where each layer's keys and values live (see `policy`). "auto" keeps all on
+                the card as long as they fit, and moves layers to the host as the context grows.
+            ctx: tokens one sequence may have, prompt and answer; if None what the model allows, or
+                less where that does not fit.
+            max_batch_size: sequences that run together; "auto" for as many as fit.
             prefill_chunk: most prompt tokens in one forward pass.
             part_tokens, flush_tokens, ring_slots: sizes of the cache, None for its own choice.
+            reserve_bytes: device memory to keep free; None for a share of it.
+            ram_bytes, vram_bytes: memory that may be used; None for what is free.
+            fallback: move a layer to the host where device memory runs out; if False, raise.
+            plan: a saved plan (`plan --json`) to be replayed.
             pin: page-lock the host memory of offloaded layers.
             chat_template: a jinja file, jinja text or a built-in's name, in place of the model's.
             progress: show a bar on standard error while weights load.
@@ -97,6 +125,7 @@ class LLM:
 
         Raises:
             ConfigError: a setting is not possible for this model.
+            DoesNotFit: the memory does not suffice; the message says what would fit.
             CheckpointError: the model's files are missing, damaged or not supported.
             TokenizerError: its vocabulary cannot be used.
             DeviceError: the device is not here.
@@ -104,55 +133,88 @@ class LLM:
         say = notify or _say_nothing
         if dtype not in ("auto", *DTYPES):
             raise ConfigError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
-        _require_positive("--max-batch-size", max_batch_size)
+        batch = batch_size(max_batch_size)
         _require_positive("--prefill-chunk", prefill_chunk)
+        for flag, name, runnable in (
+            ("--weights", weights, RUNNABLE_WEIGHTS),
+            ("--kv-dtype", kv_dtype, RUNNABLE_KV),
+        ):
+            require_runnable(flag, name, runnable)
         template = None if chat_template is None else _read_template(chat_template)
         with ExitStack() as undo:
             checkpoint = open_checkpoint(str(model))
             undo.callback(checkpoint.close)
             config = checkpoint.config
-            placements = place(kv_policy, config.n_layers)
-            max_seq_len = _context(ctx, config)
             vocabulary = open_tokenizer(
                 checkpoint.path if tokenizer is None else Path(tokenizer),
                 model_stop_ids=checkpoint.stop_token_ids,
             )
             card = open_device(device)
             undo.callback(card.close)
-            torch_dtype: torch.dtype = getattr(torch, _dtype_name(dtype, card))
-            if not card.offloads:
-                placements = _all_resident(placements, kv_policy, say)
+            weights = weights if weights != "auto" else checkpoint.weights or "auto"
+            dtype = dtype_name(dtype, card)
+            require_one_kind(weights, dtype)
+            torch_dtype: torch.dtype = getattr(torch, dtype)
+            wishes = Wishes(
+                weights=weights,
+                kv_dtype=kv_dtype,
+                dtype=dtype,
+                kv_policy=kv_policy,
+                ctx=ctx,
+                max_batch_size=batch,
+                prefill_chunk=prefill_chunk,
+                part_tokens=part_tokens,
+                flush_tokens=flush_tokens,
+                ring_slots=ring_slots,
+                reserve_bytes=reserve_bytes,
+                ram_bytes=ram_bytes,
+                vram_bytes=vram_bytes,
+                saved=plan,
+            )
             with card.scope(), torch.no_grad():
+                found = fit(config, card, wishes, say)
+                narrator = _Narrator(found.plan, say)
                 transformer = Transformer(config)
                 # Before the weights: this checks the cache's settings, and its rows come with use.
                 cache = KVCache(
                     config,
                     card,
-                    placements,
+                    found.placements,
                     dtype=torch_dtype,
-                    max_batch_size=max_batch_size,
-                    max_seq_len=max_seq_len,
+                    max_batch_size=found.max_batch_size,
+                    max_seq_len=found.max_seq_len,
                     part_tokens=part_tokens,
                     flush_tokens=flush_tokens,
-                    ring_slots=ring_slots,
+                    ring_slots=ring_slots if found.plan is None else found.plan.ring_slots,
+                    kv_budget_bytes=None if found.plan is None else found.plan.kv_budget_bytes,
+                    on_move=narrator.moved,
                     pin=pin,
                     warn=say,
                 )
+                narrator.cache = cache
                 engine = Engine(
                     model=transformer,
                     cache=cache,
                     device=card,
                     tokenizer=vocabulary,
                     prefill_chunk=prefill_chunk,
+                    fallback=fallback,
+                    notify=say,
+                    plan=found.plan,
                 )
                 undo.callback(engine.close_cache)
                 transformer.use_cache(cache)
                 load_weights(
-                    transformer, checkpoint, device=card, dtype=torch_dtype, progress=progress
+                    transformer,
+                    checkpoint,
+                    device=card,
+                    dtype=torch_dtype,
+                    progress=progress,
+                    weights=weights if weights in PACKED else None,
                 )
             undo.pop_all()
         checkpoint.close()
-        return cls(engine, checkpoint=checkpoint, placements=placements, chat_template=template)
+        return cls(engine, checkpoint=checkpoint, plan=found.plan, chat_template=template)
 
     @property
     def config(self) -> ModelConfig:
@@ -168,6 +230,11 @@ class LLM:
     def cache(self) -> KVCache:
         """The KV cache of all sequences."""
         return self._turn.engine.cache
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Where each layer's keys and values are now, and why."""
+        return self.cache.placements
 
     @property
     def device(self) -> Device:
@@ -308,39 +375,15 @@ def _read_template(given: str) -> str:
         ) from error
 
 
-def _context(ctx: int | None, config: ModelConfig) -> int:
-    """Return the tokens of context: what was asked for, or all that the model allows."""
-    if ctx is None:
-        return config.max_seq_len
-    if not 2 <= ctx <= config.max_seq_len:
-        raise ConfigError(
-            f"--ctx {ctx} is not possible: this model allows 2 to {config.max_seq_len} tokens"
-        )
-    return ctx
+class _Narrator:
+    """Tells the user when layers move."""
 
+    def __init__(self, plan: MemoryPlan | None, say: Callable[[str], None]) -> None:
+        self.cache: KVCache | None = None
+        self._plan, self._say = plan, say
 
-def _dtype_name(dtype: str, device: Device) -> str:
-    """Return the dtype to use: the one asked for, or the device's own."""
-    if dtype != "auto":
-        return dtype
-    kind = device.torch_device.type
-    if kind == "cpu":
-        return "float32"  # whatever the files say: half precision is slow there, or missing
-    if kind == "cuda":
-        with device.scope():
-            major, _minor = torch.cuda.get_device_capability(device.torch_device)
-        return "bfloat16" if major >= 8 else "float16"
-    return "bfloat16"
-
-
-def _all_resident(
-    placements: Sequence[Placement], kv_policy: str, say: Callable[[str], None]
-) -> tuple[Placement, ...]:
-    """Return the placements for a device whose memory is the host's."""
-    if any(placement.store != "resident" for placement in placements):
-        say(f"device and host memory are the same here: KV policy {kv_policy} changes nothing")
-    reason = "device and host memory are the same"
-    return tuple(
-        p if p.store == "resident" else replace(p, store="resident", reason=reason)
-        for p in placements
-    )
+    def moved(self, layers: tuple[int, ...]) -> None:
+        """Say which layers left the card just now, and what a token costs from here on."""
+        if self.cache is not None:
+            hosts = [placement.store == "host" for placement in self.cache.placements]
+            self._say(moved_line(self._plan, layers, hosts, self.cache.lengths))

@@ -10,6 +10,7 @@ and attends, there is one call to the layer's store, wherever its keys and value
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from offload_llama.config import ModelConfig
-from offload_llama.weights import Embedding, Linear
+from offload_llama.weights import Embedding, Linear, stacked, together
+
+STACKS = (
+    ("attention.wq", "attention.wk", "attention.wv"),
+    ("feed_forward.w1", "feed_forward.w3"),
+)
+"""Matrices of a layer that multiply the same input."""
 
 
 class Store(Protocol):
@@ -37,7 +44,7 @@ class Store(Protocol):
 
 
 class Cache(Protocol):
-    """All layers' stores, in order."""
+    """All layers' stores, in order; a layer that moves makes it a new list."""
 
     @property
     def stores(self) -> list[Any]: ...
@@ -62,10 +69,17 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.dim, self.eps = dim, eps
+        self.root_of_eps = torch.full((), eps**0.5)
         self.register_buffer("weight", torch.empty(dim, device="meta"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (self.dim,), self.weight, self.eps)
+        if x.device.type != "cpu":
+            return F.rms_norm(x, (self.dim,), self.weight, self.eps)
+        # On a CPU each operation of a small step costs more than its arithmetic; these are few.
+        wide = x.float()
+        root_mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).mul_(self.dim**-0.5)
+        normed = wide / torch.hypot(root_mean, self.root_of_eps)
+        return normed.mul_(self.weight).to(x.dtype)
 
 
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:
@@ -88,23 +102,19 @@ def rope_frequencies(config: ModelConfig) -> torch.Tensor:
     return torch.where(smooth < 0, freqs / scaling.factor, torch.where(smooth > 1, freqs, blended))
 
 
-def precompute_freqs_cis(
-    positions: torch.Tensor, freqs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines for these positions, each (N, 1, D/2) float32.
+def precompute_freqs_cis(positions: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    """Return e^(i angle) for these positions, (N, 1, D/2) complex.
 
     Computed from the positions of the step, so there is no table to outgrow.
     """
     angles = positions.to(torch.float32)[:, None, None] * freqs
-    return angles.cos(), angles.sin()
+    return torch.polar(torch.ones_like(angles), angles)
 
 
-def apply_rotary_emb(x: torch.Tensor, freqs_cis: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def apply_rotary_emb(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
     """Return x (N, heads, D) with each interleaved pair turned by its position's angle."""
-    cos, sin = freqs_cis
-    even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * freqs_cis).flatten(-2).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -131,12 +141,10 @@ class Attention(nn.Module):
         """The layer's values in Meta's shape, gathered when asked for."""
         return self.store.cache_v
 
-    def forward(
-        self, x: torch.Tensor, step: Step, freqs_cis: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: Step, freqs_cis: torch.Tensor) -> torch.Tensor:
         """x: (N, dim) -> (N, dim)."""
         seqlen, _ = x.shape
-        xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
+        xq, xk, xv = together(x, self.wq, self.wk, self.wv)
 
         xq = xq.view(seqlen, self.n_local_heads, self.head_dim)
         xk = xk.view(seqlen, self.n_local_kv_heads, self.head_dim)
@@ -159,7 +167,11 @@ class FeedForward(nn.Module):
         self.w3 = Linear(dim, hidden_dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.silu(self.w1(x)).mul_(self.w3(x)))  # type: ignore[no-any-return]
+        return self.w2(self._gated(x))  # type: ignore[no-any-return]  # nn.Module
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = together(x, self.w1, self.w3)
+        return F.silu(gate, inplace=True).mul_(up)
 
 
 class TransformerBlock(nn.Module):
@@ -173,9 +185,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(params.dim, params.norm_eps)
         self.ffn_norm = RMSNorm(params.dim, params.norm_eps)
 
-    def forward(
-        self, x: torch.Tensor, step: Step, freqs_cis: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: Step, freqs_cis: torch.Tensor) -> torch.Tensor:
         h = x + self.attention(self.attention_norm(x), step, freqs_cis)
         out: torch.Tensor = h + self.feed_forward(self.ffn_norm(h))
         return out
@@ -198,7 +208,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(params.dim, params.norm_eps)
         self.output = Linear(params.dim, params.vocab_size)
         self.rope_freqs = rope_frequencies(params)
-        self.cache: Cache | None = None
+        self.stores: list[Any] = []
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the name and shape of every tensor a checkpoint must bring.
@@ -216,17 +226,32 @@ class Transformer(nn.Module):
         path, _, leaf = name.rpartition(".")
         setattr(self.get_submodule(path), leaf, tensor)
 
+    def stacks(self) -> list[tuple[str, ...]]:
+        """Return the names of matrices that multiply the same input, in the order of `together`."""
+        return [
+            tuple(f"layers.{layer}.{name}.weight" for name in names)
+            for layer in range(self.params.n_layers)
+            for names in STACKS
+        ]
+
+    def set_matrices(self, names: Sequence[str], whole: torch.Tensor | nn.Module) -> None:
+        """Put matrices in place that lie below each other in one, or one that is packed."""
+        paths = [name.removesuffix(".weight") for name in names]
+        modules = [self.get_submodule(path) for path in paths]
+        for path, module in zip(paths, stacked(modules, whole), strict=True):
+            self.set_submodule(path, module)
+
     def tie_output(self) -> None:
         """Let a tied output use the embedding's matrix; called once the weights are in place."""
-        if self.params.tied_output:
+        if self.params.tied_output and isinstance(self.tok_embeddings, Embedding):
             self.output.weight = self.tok_embeddings.weight
-        self.rope_freqs = self.rope_freqs.to(self.tok_embeddings.weight.device)
+        self.rope_freqs = self.rope_freqs.to(self.norm.weight.device)
 
     def use_cache(self, cache: Cache) -> None:
         """Let each layer's attention work on this cache's store."""
         for layer, store in zip(self.layers, cache.stores, strict=True):
             layer.attention.store = store  # type: ignore[union-attr]  # ModuleList is untyped
-        self.cache = cache
+        self.stores = cache.stores
 
     def forward(self, tokens: torch.Tensor, step: Step) -> torch.Tensor | None:
         """Return the logits that the step asked for, float32; None if it asked for none.
@@ -235,7 +260,7 @@ class Transformer(nn.Module):
             tokens: (N,) int64 on the device, the new tokens of all sequences of the step.
             step: from `KVCache.step`, entered.
         """
-        if self.cache is not step.cache:
+        if self.stores is not step.cache.stores:
             self.use_cache(step.cache)
         h = self.tok_embeddings(tokens)
         freqs_cis = precompute_freqs_cis(step.positions, self.rope_freqs)

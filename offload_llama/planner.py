@@ -9,13 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offload_llama.cost import LOSSY, Setup, decode_seconds, prefill_seconds
-from offload_llama.cost.memory import device_terms, host_terms, ring_slots, tensor_bytes
+from offload_llama.cost.memory import (
+    device_terms,
+    growth_bytes,
+    host_terms,
+    ring_slots,
+    tensor_bytes,
+)
 from offload_llama.errors import ConfigError
 from offload_llama.hardware import HardwareProfile, format_bytes
 
 MIB = 1 << 20
 RESERVE_SHARE = 0.03
 MIN_RESERVE_BYTES = 128 * MIB
+AUTO_BATCH_CTX = 1024
+"""Tokens each sequence is planned with where neither batch nor context is given."""
+MAX_AUTO_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +166,8 @@ def budget_of(
     """
     available = profile.vram_bytes if free_bytes is None else free_bytes
     if reserve_bytes is None:
-        reserve_bytes = max(MIN_RESERVE_BYTES, round(RESERVE_SHARE * available))
+        usual = max(MIN_RESERVE_BYTES, round(RESERVE_SHARE * available))
+        reserve_bytes = min(usual, available // 10)
     if not 0 <= reserve_bytes < available:
         raise ConfigError(
             f"--reserve {format_bytes(reserve_bytes)} leaves nothing of the "
@@ -188,8 +198,10 @@ def plan_for(
     terms["reserve"] = budget.reserve_bytes
     kv_budget = None
     if follows and n_host:
-        rest = sum(terms.values()) - terms["kv_resident"] - terms["tails"]
-        kv_budget = max(budget.available_bytes - rest, terms["kv_resident"] + terms["tails"])
+        held = terms["kv_resident"] + terms["tails"]
+        rest = sum(terms.values()) - held
+        # The cache counts the buffer that is being replaced too, as the activations do.
+        kv_budget = max(budget.available_bytes - rest, held) + growth_bytes(setup)
     return MemoryPlan(
         setup=setup,
         profile=profile,
@@ -272,7 +284,9 @@ def max_context(
     return best
 
 
-def max_batch(setup: Setup, profile: HardwareProfile, budget: Budget, limit: int = 1024) -> int:
+def max_batch(
+    setup: Setup, profile: HardwareProfile, budget: Budget, limit: int = MAX_AUTO_BATCH
+) -> int:
     """Return how many sequences of this context the card holds with every layer offloaded or not.
 
     0 means that not even one does.

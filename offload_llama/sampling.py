@@ -178,6 +178,16 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler], n_ids: int) -> lis
     return [Choice(token_id, None) for token_id in chosen]
 
 
+def logprobs_of(logits: torch.Tensor, ids: Sequence[int]) -> list[float]:
+    """Return the log-probability of ids[i] under logits[i]: (n, V) on the device, n ids."""
+    if not ids:
+        return []
+    chosen = torch.tensor(ids).to(logits.device)
+    picked = logits.gather(1, chosen[:, None]).squeeze(1) - logits.logsumexp(1)
+    values: list[float] = picked.cpu().tolist()
+    return values
+
+
 def _not_finite() -> OffloadLlamaError:
     return OffloadLlamaError(
         "the model's logits are not finite numbers: the weights are damaged, or the numbers grew "

@@ -128,8 +128,9 @@ def planned(case: Case) -> MemoryPlan:
 def carry_out(case: Case, found: MemoryPlan) -> dict[str, int] | None:
     """Run a plan to its full context and return what was measured; None if memory ran out.
 
-    Every row is filled, one token is decoded in all, then the last row starts over beside the
-    others: the most that a run of this setup can hold at once.
+    Every row is filled, one token is decoded in all, then the last row's last two chunks are taken
+    back and filled in again beside the others, as after an edited message: the most that a run of
+    this setup can hold at once.
     """
     import torch
 
@@ -163,8 +164,8 @@ def carry_out(case: Case, found: MemoryPlan) -> dict[str, int] | None:
                 ring_slots=found.ring_slots,
             )
 
-            def prefill(row: int, n_tokens: int) -> None:
-                for start in range(0, n_tokens, setup.prefill_chunk):
+            def prefill(row: int, n_tokens: int, first: int = 0) -> None:
+                for start in range(first, n_tokens, setup.prefill_chunk):
                     n = min(setup.prefill_chunk, n_tokens - start)
                     wanted = "last" if start + n == n_tokens else "none"
                     with cache.step([row], [start], [n], wanted) as step:
@@ -180,8 +181,10 @@ def carry_out(case: Case, found: MemoryPlan) -> dict[str, int] | None:
             for row in range(setup.batch):
                 prefill(row, setup.ctx - 2)
             decode()
-            cache.free(setup.batch - 1)
-            prefill(setup.batch - 1, setup.ctx - 1)
+            whole = (setup.ctx - 1) // setup.prefill_chunk
+            kept = max(0, whole - 1) * setup.prefill_chunk
+            cache.truncate(setup.batch - 1, kept)
+            prefill(setup.batch - 1, setup.ctx - 1, kept)
             decode()
         except torch.OutOfMemoryError:
             return None

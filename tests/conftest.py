@@ -30,6 +30,13 @@ def reference() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
+def a_cache_folder_of_its_own(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes what was measured on the computer it runs on."""
+    folder = tmp_path_factory.getbasetemp() / "measured"
+    monkeypatch.setenv("OFFLOAD_LLAMA_CACHE_DIR", str(folder))
+
+
+@pytest.fixture(autouse=True)
 def no_grad_and_fixed_seed() -> Iterator[None]:
     """Every test starts from the same random state and builds no autograd graph."""
     torch.manual_seed(0)

@@ -79,6 +79,7 @@ class FakeCache:
     freed: list[int] = field(default_factory=list)
     h2d_bytes: int = 0
     d2h_bytes: int = 0
+    placements: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         self.rows = [[] for _ in range(self.max_batch_size)]
@@ -112,6 +113,9 @@ class FakeCache:
         self.rows[row] = []
         self.freed.append(row)
 
+    def relieve(self) -> tuple[int, ...]:
+        return ()
+
     def reset_counters(self) -> None:
         self.h2d_bytes = self.d2h_bytes = 0
 
@@ -119,6 +123,7 @@ class FakeCache:
         return SimpleNamespace(
             host_kv_bytes=sum(self.lengths),
             device_kv_bytes=2 * sum(self.lengths),
+            ring_bytes=0,
             pinned_bytes=4096,
             h2d_bytes=self.h2d_bytes,
             d2h_bytes=self.d2h_bytes,
@@ -141,6 +146,9 @@ class FakeModel:
     steps: list[tuple[tuple[int, ...], tuple[int, ...], str]] = field(default_factory=list)
     fail_at: int | None = None
     error: BaseException = field(default_factory=lambda: RuntimeError("the model broke"))
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        return iter(())
 
     def __call__(self, tokens: torch.Tensor, step: Any) -> torch.Tensor | None:
         self.steps.append((tuple(step.rows), tuple(step.n_new), step.logits))

@@ -275,6 +275,7 @@ def another_accelerator(order: str) -> None:
         "get_memory_info": lambda device=None: (card.memory.free_bytes, card.memory.total_bytes),
         "memory_allocated": lambda device=None: card.live_bytes,
         "max_memory_allocated": lambda device=None: card.peak_bytes,
+        "memory_reserved": lambda device=None: card.live_bytes,
     }
     device: Any = OnCard("cuda")
     device.card = card
@@ -310,7 +311,7 @@ def closing_gives_everything_back(order: str) -> None:
         assert bench.cache.stats().pinned_bytes == 0, "a closed cache says it pins memory"
         assert bench.cache._memory.size_bytes == 0, "closing kept a slab"
         del slabs
-        bench.model.cache = None
+        bench.model.stores = []
         for layer in bench.model.layers:
             del layer.attention.store
         # What was prepared for the last step, and nothing of the cache.
@@ -364,9 +365,13 @@ def copies_hide_behind_compute() -> None:
 
 def scenarios() -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
     """Return the scenarios with their arguments, the quick ones first."""
+    from tests.mutation_moves import a_row_is_freed_while_it_leaves, layers_leave_the_card
+
     mixed = "layers:0=gpu,1-2=offload,3=gpu"
     all_: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(freed_pages_join, ())]
-    all_.append((a_resident_part_grows, ("copy_last",)))
+    all_ += [(a_resident_part_grows, ("copy_last",)), (copies_hide_behind_compute, ())]
+    moves = (layers_leave_the_card, a_row_is_freed_while_it_leaves)
+    all_ += [(move, (order,)) for move in moves for order in ORDERS]
     for order, allowed_bytes in zip(ORDERS, (0, 4 << 20), strict=True):
         all_ += [
             (a_short_row_flushes_often, (order, mixed)),
@@ -376,8 +381,7 @@ def scenarios() -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
             (a_page_is_shared_while_it_is_written, (order, mixed)),
             (long_prefill_without_a_wait, (order, "offload")),
         ]
-    all_ += [(copies_hide_behind_compute, ()), (another_accelerator, ("copy_last",))]
-    all_.append((a_short_row_flushes_often, ("inorder", mixed)))
+    all_ += [(another_accelerator, ("copy_last",)), (a_short_row_flushes_often, ("inorder", mixed))]
     for order in ORDERS:
         all_ += [
             (decode_of_a_ragged_batch, (order, "offload")),

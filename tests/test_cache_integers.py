@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_llama.cache.budget import Held, layers_to_move, step_bytes
 from offload_llama.cache.loads import Span, part_ranges, plan_layer
 from offload_llama.cache.pages import Buddies, PagePool, PageTable, Run, next_page_tokens
 from offload_llama.config import ModelConfig
@@ -136,7 +137,7 @@ def test_gpu_layers_are_spread_and_counted():
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        ("none", "use gpu, offload"),
+        ("none", "use auto, gpu, offload"),
         ("gpu-layers:31", "more layers than the model's 30"),
         ("gpu-layers:-1", "whole number"),
         ("gpu-layers:x", "for example gpu-layers:15"),
@@ -153,3 +154,28 @@ def test_a_policy_that_cannot_be_is_refused_with_what_to_type(policy, says):
     with pytest.raises(ConfigError, match=says) as error:
         place(policy, 30)
     assert "\n" not in str(error.value)
+
+
+def test_blocks_are_counted_as_the_allocator_rounds_them():
+    geometry = choose_geometry(tiny_config(n_kv_heads=1, head_dim=2), 2, part_tokens=1024)
+    held = Held(False, ((64,), ()))
+    assert step_bytes([held], (), geometry) == 512  # 64 tokens of 8 bytes
+    assert step_bytes([held], [Span(1, 0, 65, 0)], geometry) == 512 + 1024
+    assert step_bytes([held], [Span(0, 64, 1, 0)], geometry) == 512 + 1024
+    on_host = Held(True, ((), ()))
+    for n_new in (1, 9):
+        span = Span(0, 9, n_new, 0)
+        assert step_bytes([on_host], [span], geometry) == 8 * geometry.flush_tokens
+    # The first layer's old buffer is gone before the second one's new one is made.
+    assert step_bytes([held, held], [Span(0, 64, 1, 0)], geometry) == 1024 + 512 + 1024
+
+
+def test_the_fewest_layers_leave_in_order_and_those_on_the_host_are_passed_over():
+    geometry = choose_geometry(tiny_config(), 4, part_tokens=32, flush_tokens=8)
+    order = spill_order(4)
+    layers = [Held(layer == order[0], ((32,) if layer != order[0] else (),)) for layer in range(4)]
+    spans = [Span(0, 32, 1, 0)]
+    full = step_bytes(layers, spans, geometry)
+    assert layers_to_move(order, layers, spans, geometry, full) == ()
+    assert layers_to_move(order, layers, spans, geometry, full - 1) == (order[1],)
+    assert layers_to_move(order, layers, spans, geometry, 0) == tuple(order[1:])

@@ -18,7 +18,7 @@ from tests.helpers_model import make_cache, prefill, random_model, run_step, tin
 
 ROW = 2 * 2 * 8 * 4  # keys and values of one token in one layer of the tiny model
 FLUSH = 8
-KV_MAKERS = {"_buffer", "_tail", "_make_ring", "__init__", "pinned_empty", "_add_slab"}
+KV_MAKERS = {"_buffer", "_tail", "allocate", "__init__", "pinned_empty", "_add_slab"}
 POLICIES = {"offload": 4, "gpu-layers:2": 2, "layers:0-2=gpu,3=offload": 1, "gpu": 0}
 
 
@@ -221,7 +221,7 @@ def test_decoding_holds_the_peak_flat_and_closing_gives_everything_back():
         assert device.memory().peak_bytes <= early + 4096
         cache.close()
         del cache
-        model.cache = None
+        model.stores = []
         for layer in model.layers:
             del layer.attention.store
         assert device.memory().allocated_bytes <= base + 4096
@@ -237,3 +237,15 @@ def test_uploads_wait_only_for_a_buffer_that_is_still_leaving():
         larger = uploads.send(list(range(1000)))
         assert larger.tolist() == list(range(1000))
     assert device.card.errors == []
+
+
+def test_the_ring_is_there_before_the_first_layer_leaves_if_there_is_a_budget():
+    device = simulated("rtx-3060-12gb")
+    with device.scope():
+        model = random_model(tiny_config(), device)
+        assert make_cache(model, device, "gpu").stats().ring_bytes == 0
+        cache = make_cache(model, device, "gpu", kv_budget_bytes=12 << 10)
+        assert cache.stats().ring_bytes == 3 * 32 * ROW
+        prefill(model, cache, 0, ids(100))
+        assert any(store.is_host for store in cache.stores)
+        assert cache.stats().ring_bytes == 3 * 32 * ROW

@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from offload_llama.checkpoint import load as load_module
-from offload_llama.checkpoint.load import check_host_memory, host_memory_available
+from offload_llama.checkpoint.load import check_host_memory
 from offload_llama.config import ModelConfig
 from offload_llama.errors import DoesNotFit
+from offload_llama.machine import host_memory_available
 from offload_llama.model import Transformer
 from tests.helpers_checkpoint import State, gguf_name, hf_name, save_as_gguf, save_as_meta
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -14,7 +15,7 @@ import torch
 
 from offload_llama import cli as module
 from offload_llama.cli import ModelOptions, run_command
-from offload_llama.console import format_ranges
+from offload_llama.console import format_ranges, stats_line
 from offload_llama.errors import (
     CapacityError,
     CheckpointError,
@@ -24,7 +25,7 @@ from offload_llama.errors import (
     PromptTooLong,
     TokenizerError,
 )
-from tests.helpers_cli import StubLLM
+from tests.helpers_cli import StubLLM, a_completion
 
 Stub = Callable[..., StubLLM]
 
@@ -70,8 +71,10 @@ def test_standard_output_carries_the_answer_and_nothing_else(
     )
     assert err.splitlines()[1] == "stub.gguf in float32 on cpu, context 40 tokens"
     assert err.splitlines()[-1] == (
-        "prompt 8 tokens at 16.0 tok/s; first token after 0.25 s; 8 tokens at 3.5 tok/s; "
-        "device peak 3 MiB; KV 512 B on the device, 2 KiB on the host; "
+        "prompt 8 tokens at 16.0 tok/s; first token after 0.25 s; "
+        "8 tokens at 3.5 tok/s, 250.0 ms each (planned 200.0 ms, +25.0 %); "
+        "device peak 3 MiB (planned 4 MiB, -25.0 %); "
+        "KV 512 B on the device, 2 KiB on the host (planned 2 KiB, +0.0 %); "
         "per token 2 KiB h2d, 64 B d2h"
     )
 
@@ -89,6 +92,21 @@ def test_verbose_lists_the_placements(stub: Stub, capsys: pytest.CaptureFixture[
     assert "KV cache resident for layers 0 (" in err
     assert "KV cache host for layers 1 (" in err
     assert "finish reason: eos" in err
+
+
+def test_where_nothing_was_planned_the_line_has_no_plans() -> None:
+    stats = replace(
+        a_completion("ab", [1], "eos", 0).stats,
+        decode_ms=None,
+        planned_decode_ms=None,
+        planned_peak_device_bytes=None,
+        planned_host_kv_bytes=0,
+    )
+    assert stats_line(stats) == (
+        "prompt 1 tokens at 2.0 tok/s; first token after 0.25 s; 2 tokens at 0.5 tok/s; "
+        "device peak 3 MiB; KV 512 B on the device, 2 KiB on the host; "
+        "per token 2 KiB h2d, 64 B d2h"
+    )
 
 
 def test_layers_are_listed_as_ranges() -> None:
@@ -128,7 +146,13 @@ def test_json_prints_one_object_with_the_documented_keys(
         *("seed", "stats", "placements"),
     }
     assert answer["text"] == "É" and answer["seed"] == 3
-    assert answer["stats"]["h2d_bytes_per_step"] == 2048
+    stats = answer["stats"]
+    assert stats["h2d_bytes_per_step"] == 2048
+    assert (stats["decode_ms"], stats["planned_decode_ms"]) == (250, 200)
+    assert (
+        stats["planned_peak_device_bytes"] == 4 * 2**20 and stats["peak_device_bytes"] == 3 * 2**20
+    )
+    assert stats["planned_host_kv_bytes"] == stats["host_kv_bytes"] == 2048
     assert [p["store"] for p in answer["placements"]] == ["resident", "host"]
 
 
@@ -210,36 +234,6 @@ def test_the_command_line_wins_over_a_variable(stub: Stub, monkeypatch: pytest.M
     assert llm.seen[0][1].max_tokens == 4
 
 
-def test_model_options_reach_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B31: --no-pin forces pageable memory."""
-    import offload_llama.llm
-
-    given: dict[str, Any] = {}
-
-    def load(model: str, **settings: Any) -> StubLLM:
-        given.update(settings, model=model)
-        return StubLLM()
-
-    monkeypatch.setattr(offload_llama.llm.LLM, "load", load)
-    line = "generate hi -q --model a/b --device sim:rtx-3060-12gb --dtype bf16 --kv-policy offload"
-    line += " --ctx 99 --max-batch-size 3 --prefill-chunk 7 --chat-template llama-3 --no-pin"
-    assert run_command(line.split()) == 0
-    notify = given.pop("notify")
-    assert callable(notify)
-    assert given == {
-        "model": "a/b",
-        "device": "sim:rtx-3060-12gb",
-        "dtype": "bfloat16",
-        "kv_policy": "offload",
-        "ctx": 99,
-        "max_batch_size": 3,
-        "prefill_chunk": 7,
-        "chat_template": "llama-3",
-        "pin": False,
-        "progress": False,
-    }
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -254,6 +248,12 @@ def test_model_options_reach_the_loader(monkeypatch: pytest.MonkeyPatch) -> None
         (["generate", "a", "--max-batch-size", "0"], "--max-batch-size"),
         (["generate", "a", "--prefill-chunk", "-1"], "--prefill-chunk"),
         (["generate", "a", "--ctx", "none"], "--ctx"),
+        (["generate", "a", "--ctx", "0"], "'0' is no number of tokens above 0"),
+        (["generate", "a", "--max-batch-size", "many"], "'many' is no whole number above 0"),
+        (["generate", "a", "--vram", "8 gigs"], "cannot read '8 gigs' as a size"),
+        (["generate", "a", "--reserve", "0"], "it must be more than 0"),
+        (["generate", "a", "--weights", "int3"], "'int3' is none of auto, fp32"),
+        (["generate", "a", "--kv-dtype", "q4_k"], "'q4_k' is none of auto, fp32"),
         (["generate", "a", "--max-tokens", "0"], "--max-tokens must be 1 or more"),
         (["generate", "a", "--temperature", "-1"], "--temperature must be 0 or more, got -1.0"),
         (["generate", "a", "--temperature", "nan"], "--temperature must be 0 or more, got nan"),
@@ -278,6 +278,15 @@ def test_a_usage_error_is_one_line_before_anything_is_loaded(
     assert out == ""
     assert words in err
     assert err.startswith("offload-llama: error: ") and err.count("\n") == 1
+
+
+def test_explain_lists_the_placements_without_more_words(
+    stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub()
+    assert run_command(["generate", "--explain", "hello"]) == 0
+    err = capsys.readouterr().err
+    assert "KV cache host for layers 1 (" in err and "finish reason" not in err
 
 
 def test_without_a_command_the_help_is_shown_as_an_error(

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from offload_llama import answer as answer_module
+from offload_llama.answer import Job
 from offload_llama.cli import run_command
+from offload_llama.planner import MemoryPlan
 from tests.helpers_cli import write_lines
 
 PROGRAM = [sys.executable, "-m", "offload_llama"]
@@ -285,18 +288,84 @@ def test_an_empty_prompt_starts_from_the_begin_token(capsys: pytest.CaptureFixtu
 
 
 def test_a_card_too_small_for_the_weights_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    card = "sim:rtx-3060-12gb?vram=64MiB&context=0"
+    card = "sim:rtx-3060-12gb?vram=200MiB&context=0"
     assert run_command(["generate", "hello", "--device", card]) == 3
     out, err = capsys.readouterr()
     assert out == "" and re.search(
-        r"weights need \S+ GiB, but sim:.* 0\.0\d GiB free", error_line(err)
+        r"200 MiB are there; its weights alone are 25\d MiB; use ", error_line(err)
     )
 
 
-def test_a_card_that_runs_full_later_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """The weights fit, the prompt's activations and keys do not."""
-    card = "sim:rtx-3060-12gb?vram=272MiB&context=0"
-    prompt = "word " * 700
-    assert run_command(["generate", prompt, "--device", card, "--prefill-chunk", "4096"]) == 5
-    out, err = capsys.readouterr()
-    assert out == "" and "out of memory in spite of the plan" in error_line(err)
+def test_what_the_card_could_not_hold_later_is_refused_before_it_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """B19: the weights fit, the activations of a full chunk beside them do not."""
+    options = "--device sim:rtx-3060-12gb?vram=412MiB&context=0 --kv-policy gpu --ctx 1k"
+    for chunk, code in (("4096", 3), ("128", 0)):
+        line = [*options.split(), "--prefill-chunk", chunk]
+        assert run_command(["plan", "smollm2-135m", *line, "--check"]) == code
+        capsys.readouterr()
+        run = ["generate", "hello", *line, "--max-tokens", "1", "-q"]
+        assert run_command(run) == code
+        out, err = capsys.readouterr()
+        if code:
+            assert out == "" and " of the card are needed, 412 MiB are there" in error_line(err)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--ctx 4k --batch 3 --vram 900MiB --prefill-chunk 64",
+        "--batch auto --vram 1000MiB --reserve 64MiB --ram 1GiB",
+        "--vram 1200MiB --weights fp32 --ctx max",
+    ],
+)
+def test_plan_and_run_agree(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--device", "sim:rtx-3060-12gb", *options.split()]
+    line += [] if "--ram" in line else ["--ram", "2GiB"]
+    assert run_command(["plan", *line, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    loaded = run_options(line)
+    for key in ("ctx", "batch", "weights", "kv_dtype"):
+        assert getattr(loaded.setup, key) == shown[key], key
+    assert loaded.device_bytes == shown["device_bytes"]
+    assert loaded.available_bytes == shown["available_bytes"]
+    assert loaded.kv_budget_bytes == shown["kv_budget_bytes"]
+
+
+def run_options(line: list[str]) -> MemoryPlan:
+    """Return the plan that the options of a run lead to."""
+    found = []
+
+    def keep(job: Job) -> int:
+        with job.load() as llm:
+            found.append(llm.plan)
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answer_module, "run", keep)
+        assert run_command(["generate", "hello", "-q", *line]) == 0
+    [plan] = found
+    assert plan is not None
+    return plan
+
+
+def test_a_saved_plan_runs_as_it_was_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B58: the placements are those of the plan, and so is the memory, to 2 %."""
+    line = ["plan", "--gpu", "rtx-3060-12gb", "--ctx", "512", "--kv-policy", "gpu-layers:11"]
+    assert run_command([*line, "--json"]) == 0
+    saved = capsys.readouterr().out
+    (tmp_path / "plan.json").write_text(saved)
+    run = ["generate", "--plan", str(tmp_path / "plan.json"), "--device", "sim:rtx-3060-12gb"]
+    assert run_command([*run, "--raw", FRANCE, "--max-tokens", "8", "--json", "-q"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    stores = [placement["store"] for placement in answer["placements"]]
+    assert stores == [placement["store"] for placement in json.loads(saved)["placements"]]
+    assert stores.count("resident") == 11
+    stats = answer["stats"]
+    planned = stats["planned_peak_device_bytes"]
+    assert stats["peak_device_bytes"] <= planned <= 1.02 * stats["peak_device_bytes"]
+    assert stats["planned_host_kv_bytes"] == stats["host_kv_bytes"]
+    assert stats["decode_ms"] == pytest.approx(stats["planned_decode_ms"], rel=0.05)

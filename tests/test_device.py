@@ -185,6 +185,7 @@ def test_the_generic_device_makes_one_torch_call_each(monkeypatch: pytest.Monkey
         ("get_memory_info", (1, 2)),
         ("memory_allocated", 3),
         ("max_memory_allocated", 4),
+        ("memory_reserved", 5),
         ("reset_peak_memory_stats", None),
     ):
         monkeypatch.setattr(torch.accelerator, name, recorder(name, result))
@@ -199,7 +200,7 @@ def test_the_generic_device_makes_one_torch_call_each(monkeypatch: pytest.Monkey
     device.reset_peak()
     device.close()
     assert (memory.free_bytes, memory.total_bytes) == (1, 2)
-    assert (memory.allocated_bytes, memory.peak_bytes) == (3, 4)
+    assert (memory.allocated_bytes, memory.peak_bytes, memory.reserved_bytes) == (3, 4, 5)
     assert device.clock() > 0
     assert calls == [
         "Stream",
@@ -212,5 +213,6 @@ def test_the_generic_device_makes_one_torch_call_each(monkeypatch: pytest.Monkey
         "get_memory_info",
         "memory_allocated",
         "max_memory_allocated",
+        "memory_reserved",
         "reset_peak_memory_stats",
     ]

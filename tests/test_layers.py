@@ -17,14 +17,25 @@ FILES = sorted(ROOT.rglob("*.py"))
 # Each may import those before it, and whatever is inside its own folder.
 ORDER = (
     *("errors", "config", "hardware", "machine", "models", "profiles", "geometry", "cost"),
-    *("planner", "policy", "device"),
-    *("attention", "weights", "checkpoint", "tokenizer", "cache", "model", "sampling", "oom"),
-    *("generate", "admission", "steps", "llm", "llama"),
-    *("prompts", "console", "probe", "doctor", "report", "answer", "cli", "__main__"),
+    *("planner", "policy", "forecast", "device"),
+    *(
+        "attention",
+        "native",
+        "weights",
+        "checkpoint",
+        "tokenizer",
+        "cache",
+        "model",
+        "sampling",
+        "oom",
+    ),
+    *("request", "generate", "admission", "steps", "fitting", "llm", "llama", "conversation"),
+    *("prompts", "console", "probe", "doctor", "options", "report", "learn", "answer", "cli"),
+    *("__main__",),
 )
 WITHOUT_TORCH = (
     *("errors", "config", "hardware", "machine", "models", "profiles", "geometry", "cost"),
-    *("planner", "policy", "report", "cli"),
+    *("planner", "policy", "forecast", "options", "report", "cli"),
 )
 
 
@@ -65,8 +76,7 @@ def test_no_file_is_named_after_a_package_it_imports_or_too_long_to_read(path: P
 
 
 def test_the_layers_for_planning_and_help_load_no_torch() -> None:
-    here = [name for name in WITHOUT_TORCH if (ROOT / f"{name}.py").exists()]
-    code = f"import sys, {', '.join(f'offload_llama.{name}' for name in here)}\n"
+    code = f"import sys, {', '.join(f'offload_llama.{name}' for name in WITHOUT_TORCH)}\n"
     code += "print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
@@ -78,12 +88,14 @@ def test_the_public_names_are_these() -> None:
         "CapacityError",
         "CheckpointError",
         "ConfigError",
+        "Conversation",
         "DeviceError",
         "DoesNotFit",
         "LLM",
         "Llama",
         "ModelConfig",
         "OffloadLlamaError",
+        "OutOfMemory",
         "PromptTooLong",
         "RequestError",
         "RopeScaling",

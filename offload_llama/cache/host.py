@@ -13,17 +13,16 @@ from typing import Any
 import torch
 
 from offload_llama.attention import Kernel, attend
+from offload_llama.cache.budget import Held
 from offload_llama.cache.link import Link
 from offload_llama.cache.loads import Piece, Span, part_ranges
 from offload_llama.cache.pages import PageTable
+from offload_llama.cache.resident import ResidentStore
 from offload_llama.cache.ring import Ring
 from offload_llama.cache.slabs import HostPages
 from offload_llama.cache.view import CacheView
 from offload_llama.device import Device, Event
-from offload_llama.geometry import Geometry
-
-FLUSHES_IN_FLIGHT = 2
-"""Layers of a prefill chunk whose keys and values may be on their way out at once."""
+from offload_llama.geometry import FLUSHES_IN_FLIGHT, Geometry
 
 
 class Departures:
@@ -169,6 +168,9 @@ class HostStore:
 
     def _flush_chunk(self, span: Span, k: torch.Tensor, v: torch.Tensor) -> None:
         """Queue the tail and a chunk's own keys and values to the host."""
+        # The tail that a decode step will need is there from the first rows on: what a prompt
+        # takes of the card does not depend on what came before it.
+        self._tail(self._rows[span.row])
         self._flush_tail(span.row, span.start)
         k, v = k.contiguous(), v.contiguous()
         self._departures.add(self._flush(self._rows[span.row], k, v), (k, v))
@@ -185,11 +187,37 @@ class HostStore:
         row.host_len += len(k)
         return landed
 
+    def take_over(self, source: ResidentStore) -> None:
+        """Bring every row of a resident layer to the host; each part goes once it has landed.
+
+        The host waits here, so that the card's memory is free when this returns. Pages are taken
+        before anything moves: if that raises, the resident layer still has all its rows.
+        """
+        try:
+            for row, length in zip(self._rows, self._lengths, strict=True):
+                self._memory.grow(row.pages, length)
+        except BaseException:
+            for index in range(self.n_rows):
+                self.free(index)
+            raise
+        for index, row in enumerate(self._rows):
+            for k, v in source.take_parts(index):
+                landed = self._flush(row, k, v)
+                landed.synchronize()
+
     def truncate(self, index: int, length: int) -> None:
         """Forget the rows from `length` on: no copy, whole pages go back."""
         row = self._rows[index]
         row.host_len = min(row.host_len, length)
         self._memory.drop(row.pages.cut(row.host_len))
+
+    def free(self, index: int) -> None:
+        """Forget a sequence; its tail goes too."""
+        self.truncate(index, 0)
+        row = self._rows[index]
+        if row.tail is not None:
+            self._tail_writable(row)
+            row.tail = None
 
     def copy_row(self, src: int, dst: int) -> None:
         """Let `dst` share `src`'s pages, and copy the tail."""
@@ -230,6 +258,12 @@ class HostStore:
         shape = (2, 0, self.geometry.n_kv_heads, self.geometry.head_dim)
         k, v = torch.cat(pieces, dim=1) if pieces else torch.empty(shape, dtype=self.dtype)
         return k, v
+
+    @property
+    def held(self) -> Held:
+        """The tails on the card."""
+        tails = (() if row.tail is None else (row.tail.shape[1],) for row in self._rows)
+        return Held(True, tuple(tails))
 
     @property
     def device_bytes(self) -> int:

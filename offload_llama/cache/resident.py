@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from offload_llama.attention import Kernel, attend
+from offload_llama.cache.budget import Held
 from offload_llama.cache.loads import Span, part_ranges
 from offload_llama.cache.view import CacheView
 from offload_llama.device import Device
-from offload_llama.geometry import Geometry, ceil_power
-
-FIRST_BUFFER_TOKENS = 64
+from offload_llama.geometry import MIN_PAGE_TOKENS, Geometry, resident_rows
 
 
 class ResidentStore:
@@ -71,17 +70,47 @@ class ResidentStore:
             done += n
 
     def _buffer(self, tokens: int) -> torch.Tensor:
-        size = self.geometry.part_tokens
-        rows = min(size, max(FIRST_BUFFER_TOKENS, ceil_power(tokens)))
+        [rows] = resident_rows(self.geometry, tokens)
         shape = (2, rows, self.geometry.n_kv_heads, self.geometry.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self._device.torch_device)
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget the rows from `length` on; the last part kept keeps its buffer."""
-        del self._parts[row][-(-length // self.geometry.part_tokens) :]
+        """Forget the rows from `length` on.
+
+        The last part kept moves to a smaller buffer if one does, unless so few rows are dropped
+        that it would soon be too small again, or the card has no room for it beside the old one.
+        """
+        parts, size = self._parts[row], self.geometry.part_tokens
+        del parts[-(-length // size) :]
+        inside = length - size * (len(parts) - 1)
+        dropped = self._lengths[row] - length
+        if parts and dropped > MIN_PAGE_TOKENS:
+            smaller_rows = resident_rows(self.geometry, inside)[-1]
+            if smaller_rows < parts[-1].shape[1]:
+                try:
+                    smaller = self._buffer(inside)
+                except torch.OutOfMemoryError:
+                    return
+                smaller[:, :inside].copy_(parts[-1][:, :inside])
+                parts[-1] = smaller
+
+    def free(self, row: int) -> None:
+        """Forget a sequence."""
+        self.truncate(row, 0)
+
+    def take_parts(self, row: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield keys and values of each part, (n, KH, D); its buffer goes as the next is asked for.
+
+        The sequence is gone afterwards.
+        """
+        for first, stop in part_ranges(self._lengths[row], self.geometry.part_tokens):
+            buffer = self._parts[row].pop(0)
+            yield buffer[0, : stop - first], buffer[1, : stop - first]
+        self.free(row)
 
     def copy_row(self, src: int, dst: int) -> None:
         """Let `dst` hold a copy of `src`'s rows."""
+        self.free(dst)
         self._parts[dst] = [part.clone() for part in self._parts[src]]
 
     def snapshot(self, row: int) -> int:
@@ -102,6 +131,12 @@ class ResidentStore:
         shape = (2, 0, self.geometry.n_kv_heads, self.geometry.head_dim)
         k, v = torch.cat(pieces, dim=1) if pieces else torch.empty(shape, dtype=self.dtype)
         return k, v
+
+    @property
+    def held(self) -> Held:
+        """The buffers on the card."""
+        rows = (tuple(buffer.shape[1] for buffer in parts) for parts in self._parts)
+        return Held(False, tuple(rows))
 
     @property
     def device_bytes(self) -> int:

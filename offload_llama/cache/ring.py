@@ -13,7 +13,7 @@ import torch
 
 from offload_llama.cache.link import Link
 from offload_llama.cache.loads import Load, Piece
-from offload_llama.device import Device
+from offload_llama.device import Device, Event
 from offload_llama.geometry import Geometry
 
 Fill = Callable[[int, Piece, torch.Tensor], None]
@@ -21,7 +21,7 @@ Fill = Callable[[int, Piece, torch.Tensor], None]
 
 
 class Ring:
-    """The slots, allocated once, and the queue of loads of the current step."""
+    """The slots, allocated once (there are none before), and the current step's queue of loads."""
 
     def __init__(
         self,
@@ -30,23 +30,38 @@ class Ring:
         dtype: torch.dtype,
         link: Link,
         *,
-        n_slots: int,
         slot_tokens: int,
     ) -> None:
-        shape = (2, slot_tokens, geometry.n_kv_heads, geometry.head_dim)
         self.slot_tokens = slot_tokens
-        self._device, self._link = device, link
-        self._slots = [
-            torch.empty(shape, dtype=dtype, device=device.torch_device) for _ in range(n_slots)
-        ]
-        self._ready = [device.event() for _ in range(n_slots)]
-        # The slots' blocks come from the compute stream and may still be in use there. No event
-        # marks that: a load reads rows that were flushed, and a flush waits for compute.
-        self._consumed = [device.event() for _ in range(n_slots)]
+        self._shape = (2, slot_tokens, geometry.n_kv_heads, geometry.head_dim)
+        self._device, self._dtype, self._link = device, dtype, link
+        self._slots: list[torch.Tensor] = []
+        self._ready: list[Event] = []
+        self._consumed: list[Event] = []
         self._loads: Sequence[Load] = ()
         self._queued = self._taken = 0
         self._reading = False
         self._fill: Fill | None = None
+
+    def allocate(self, n_slots: int) -> None:
+        """Take the slots' memory; all of them or, if that raises, none."""
+        where = self._device.torch_device
+        self._slots = [
+            torch.empty(self._shape, dtype=self._dtype, device=where) for _ in range(n_slots)
+        ]
+        self._ready = [self._device.event() for _ in range(n_slots)]
+        self._consumed = [self._device.event() for _ in range(n_slots)]
+        for consumed in self._consumed:
+            # Their blocks come from the compute stream and may still be in use there.
+            consumed.record(self._device.current_stream())
+
+    def close(self) -> None:
+        """Give the slots back; nothing is in flight any more."""
+        self._slots = []
+
+    @property
+    def n_slots(self) -> int:
+        return len(self._slots)
 
     @property
     def size_bytes(self) -> int:

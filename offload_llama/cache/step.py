@@ -84,12 +84,12 @@ class Step:
         for span in self.spans:
             if span.start < cache.lengths[span.row]:
                 cache.truncate(span.row, span.start)
-        self._saved = [
-            (span.row, [store.snapshot(span.row) for store in cache.stores]) for span in self.spans
-        ]
         positions = [s.start + i for s in self.spans for i in range(s.n_new)]
         self.positions = self.upload(positions)
         cache.begin_step(self)
+        self._saved = [
+            (span.row, [store.snapshot(span.row) for store in cache.stores]) for span in self.spans
+        ]
         return self
 
     def __exit__(

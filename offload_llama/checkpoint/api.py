@@ -52,7 +52,8 @@ class Checkpoint(Protocol):
 
     `path` is the folder or the .gguf file, `format` is "meta", "hf" or "gguf". `sources` holds
     the tensors in file order, unread. `stop_token_ids` are what the model's own files say ends a
-    text (generation config, metadata); they may be empty.
+    text (generation config, metadata); they may be empty. `weights` is what the matrices were
+    saved in by `quantize_checkpoint` ("int4"), else None, and `format` is then "packed".
     """
 
     path: Path
@@ -60,6 +61,7 @@ class Checkpoint(Protocol):
     config: ModelConfig
     stop_token_ids: tuple[int, ...]
     sources: Mapping[str, TensorSource]
+    weights: str | None
 
     def names(self) -> list[str]:
         """Return the names of all tensors, in file order."""

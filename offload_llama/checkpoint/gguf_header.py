@@ -53,12 +53,16 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """Metadata by key, the tensor table in file order, and where the tensor data begins."""
+    """Metadata by key, the tensor table in file order, and where the tensor data begins.
+
+    `metadata_end` is the offset behind the last key's value, where the table begins.
+    """
 
     size_bytes: int
     metadata: dict[str, Any]
     tensors: tuple[TensorEntry, ...]
     data_start: int
+    metadata_end: int
 
 
 class _Cursor:
@@ -164,6 +168,7 @@ def _read_mapped(path: Path, cursor: _Cursor) -> GGUFHeader:
         for _ in range(n_keys):
             key = cursor.string()
             metadata[key] = cursor.value(cursor.number(_U32))
+        metadata_end = cursor.at
         tensors = tuple(_read_entry(cursor) for _ in range(n_tensors))
     except (IndexError, struct.error, OverflowError, RecursionError) as error:
         raise bad_file(
@@ -175,7 +180,8 @@ def _read_mapped(path: Path, cursor: _Cursor) -> GGUFHeader:
         raise bad_file(
             path, size_bytes, f"unknown metadata type {error} near byte {cursor.at:,}; damaged file"
         ) from error
-    return GGUFHeader(size_bytes, metadata, tensors, _data_start(path, cursor, metadata))
+    data_start = _data_start(path, cursor, metadata)
+    return GGUFHeader(size_bytes, metadata, tensors, data_start, metadata_end)
 
 
 def _read_entry(cursor: _Cursor) -> TensorEntry:

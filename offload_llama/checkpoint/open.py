@@ -9,8 +9,10 @@ from offload_llama.checkpoint.damage import bad_file, check_is_data
 from offload_llama.checkpoint.gguf_file import open_gguf
 from offload_llama.checkpoint.gguf_header import MAGIC
 from offload_llama.checkpoint.hf import open_hf
-from offload_llama.checkpoint.hub import PACKAGED, is_repo_name, packaged_model, repo_model
+from offload_llama.checkpoint.hub import is_repo_name, repo_model
 from offload_llama.checkpoint.meta import open_meta
+from offload_llama.checkpoint.packaged import PACKAGED, packaged_model
+from offload_llama.checkpoint.packed import SETTINGS, open_packed
 from offload_llama.errors import CheckpointError
 
 _LOOKED_FOR = (
@@ -59,6 +61,8 @@ def _open_file(path: Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
+    if (folder / SETTINGS).is_file():
+        return open_packed(folder)
     if (folder / "config.json").is_file():
         return open_hf(folder)
     if (folder / "params.json").is_file():

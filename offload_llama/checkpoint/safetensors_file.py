@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,17 @@ MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def read_safetensors(path: Path) -> tuple[DataFile, dict[str, PlainRows]]:
+def read_safetensors(
+    path: Path, dtypes: Mapping[str, torch.dtype] = _DTYPES
+) -> tuple[DataFile, dict[str, PlainRows]]:
     """Open a safetensors file and return it with its tensors, none of them read yet.
+
+    Args:
+        dtypes: the dtypes that may be in it, by the format's names for them.
 
     Raises:
         CheckpointError: the file is no safetensors file, is damaged, cut short, or holds a
-            tensor of another dtype than F32, F16 or BF16.
+            tensor of another dtype.
     """
     size_bytes = check_is_data(path)
     table, data_start = _read_table(path, size_bytes)
@@ -34,7 +40,7 @@ def read_safetensors(path: Path) -> tuple[DataFile, dict[str, PlainRows]]:
     for name, entry in table.items():
         if name == "__metadata__":
             continue
-        spans[name] = _read_entry(path, size_bytes, name, entry)
+        spans[name] = _read_entry(path, size_bytes, name, entry, dtypes)
     end = data_start + max((stop for *_, stop in spans.values()), default=0)
     if end > size_bytes:
         raise cut_short(path, size_bytes, end)
@@ -73,7 +79,7 @@ def _read_table(path: Path, size_bytes: int) -> tuple[dict[str, Any], int]:
 
 
 def _read_entry(
-    path: Path, size_bytes: int, name: str, entry: Any
+    path: Path, size_bytes: int, name: str, entry: Any, dtypes: Mapping[str, torch.dtype]
 ) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     """Return dtype, shape, start and stop of one tensor, checked against each other."""
     try:
@@ -84,13 +90,13 @@ def _read_entry(
         sound = False
     if not sound or not shape:
         raise bad_file(path, size_bytes, f"the header entry of tensor {name} is damaged")
-    if dtype_name not in _DTYPES:
+    if dtype_name not in dtypes:
         raise bad_file(
             path,
             size_bytes,
-            f"tensor {name} is of dtype {dtype_name}; supported: {', '.join(_DTYPES)}",
+            f"tensor {name} is of dtype {dtype_name}; supported: {', '.join(dtypes)}",
         )
-    dtype = _DTYPES[dtype_name]
+    dtype = dtypes[dtype_name]
     if stop - start != math.prod(shape) * dtype.itemsize:
         raise bad_file(
             path,

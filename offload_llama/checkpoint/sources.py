@@ -131,7 +131,11 @@ def same_values(a: TensorSource, b: TensorSource) -> bool:
 
 @dataclass(slots=True)
 class FileCheckpoint:
-    """A model whose tensors are read from files; what every reader returns."""
+    """A model whose tensors are read from files; what every reader returns.
+
+    `weights` is what its matrices are packed in ("int4"), None where they are plain numbers or
+    are decoded to such.
+    """
 
     path: Path
     format: str
@@ -139,6 +143,7 @@ class FileCheckpoint:
     stop_token_ids: tuple[int, ...]
     sources: Mapping[str, TensorSource]
     closers: list[Callable[[], None]] = field(default_factory=list)
+    weights: str | None = None
 
     def names(self) -> list[str]:
         """Return the names of all tensors, in file order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,10 +131,11 @@ def _layer(tape: Tape, spans: Sequence[Span], hidden: int, host: bool) -> tuple[
     return LayerWork(pieces[0], tuple(pieces[1:-1]), pieces[-1]), out
 
 
+@functools.lru_cache(maxsize=4096)
 def forward(
     setup: Setup,
     profile: HardwareProfile,
-    spans: Sequence[Span],
+    spans: tuple[Span, ...],
     *,
     n_wanted: int,
     departing_bytes: int = 0,
@@ -153,16 +155,16 @@ def forward(
     n = sum(span.n_new for span in spans)
     departing = tape.new(departing_bytes)
     tokens = tape.new(8 * n), tape.new(8 * n), tape.new(8 * n)
-    hidden_bytes = n * config.dim * tape.item
-    hidden = tape.new(hidden_bytes)
-    tape.run(2 * hidden_bytes + 8 * n)
+    hidden = tape.embedding(n)
     angles = n * config.head_dim // 2 * 4
     as_float, turned = tape.new(4 * n), tape.new(angles)
     tape.drop(as_float)
-    trig = tape.new(angles), tape.new(angles)
-    tape.drop(turned)
     tape.run(12 * n)
-    tape.run(2 * angles, times=3)
+    tape.run(2 * angles)
+    ones, trig = tape.new(angles), tape.new(2 * angles)
+    tape.run(angles)
+    tape.run(4 * angles)
+    tape.drop(turned, ones)
     first = _work(tape, (0.0, 0))
     resident, hidden = _layer(tape, spans, hidden, host=False) if growing else (None, hidden)
     host, hidden = _layer(tape, spans, hidden, host=True)
@@ -173,7 +175,7 @@ def forward(
         tape.sample(n_wanted)
         tape.drop(logits)
     last = _work(tape, began)
-    tape.drop(hidden, *tokens, *trig, departing)
+    tape.drop(hidden, *tokens, trig, departing)
     return PassCost(
         peak_bytes=tape.peak_bytes - rounded(departing_bytes),
         logits_bytes=tape.peak_bytes - layers_peak,

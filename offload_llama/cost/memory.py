@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offload_llama.cost.forward import PassCost, Span, forward
+from offload_llama.cost.forward import Span, forward
 from offload_llama.cost.setup import Setup, rounded, weight_tensors, weights_bytes
 from offload_llama.geometry import (
+    FIRST_BUFFER_TOKENS,
     FLUSHES_IN_FLIGHT,
     MAX_SLAB_BYTES,
     ceil_power,
@@ -30,24 +31,28 @@ class Phase:
 
     kv_resident_bytes: int
     departing_bytes: int
-    cost: PassCost
+    pass_bytes: int
+    logits_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.kv_resident_bytes + self.departing_bytes + self.cost.peak_bytes
+        return self.kv_resident_bytes + self.departing_bytes + self.pass_bytes
 
 
-def phases(setup: Setup, profile: HardwareProfile, n_host: int) -> list[Phase]:
+def phases(
+    setup: Setup, profile: HardwareProfile, n_host: int, prompt_tokens: int | None = None
+) -> list[Phase]:
     """Return the moments that can be the largest: a prompt's last chunks, and the last decode step.
 
-    The prompt is the last row's, beside others that are full. Chunks end at multiples of
-    `prefill_chunk`, so the last whole one and the rest behind it are what counts.
+    The prompt (of all the context but one token, unless told otherwise) is the last row's, beside
+    others that are full. Chunks end at multiples of `prefill_chunk`, so the last whole one and the
+    rest behind it are what counts.
     """
     n_resident = setup.config.n_layers - n_host
     growing = n_resident > 0
     departing = departing_bytes(setup, n_host)
     full = n_resident * resident_layer_bytes(setup, setup.ctx)
-    prompt, chunk = setup.ctx - 1, setup.prefill_chunk
+    prompt, chunk = prompt_tokens or setup.ctx - 1, setup.prefill_chunk
     whole = prompt // chunk * chunk
     found = []
     for start, stop in ((whole - chunk, whole), (whole, prompt)):
@@ -56,21 +61,33 @@ def phases(setup: Setup, profile: HardwareProfile, n_host: int) -> list[Phase]:
             cost = forward(
                 setup,
                 profile,
-                [Span(start, stop - start)],
+                (Span(start, stop - start),),
                 n_wanted=1,
                 departing_bytes=departing,
                 growing=growing,
             )
-            found.append(Phase((setup.batch - 1) * full + own, departing, cost))
-    spans = [Span(prompt, 1)] * setup.batch
+            kv_bytes = (setup.batch - 1) * full + own
+            found.append(Phase(kv_bytes, departing, cost.peak_bytes, cost.logits_bytes))
+    spans = (Span(setup.ctx - 1, 1),) * setup.batch
     cost = forward(setup, profile, spans, n_wanted=setup.batch, growing=growing)
-    return [*found, Phase(setup.batch * full, 0, cost)]
+    found.append(Phase(setup.batch * full, 0, cost.peak_bytes, cost.logits_bytes))
+    if growing:
+        # Rows that are taken back leave a part's buffer for a smaller one, between two steps.
+        rows = resident_rows(setup.geometry, setup.ctx)[-1]
+        smaller = rows // 2 if rows > FIRST_BUFFER_TOKENS else 0
+        found.append(Phase(setup.batch * full, 0, rounded(2 * smaller * setup.kv_row_bytes)))
+    return found
 
 
 def resident_layer_bytes(setup: Setup, n_tokens: int) -> int:
     """Return what one sequence's rows take on the card in one resident layer."""
     rows = resident_rows(setup.geometry, n_tokens)
     return sum(rounded(2 * n * setup.kv_row_bytes) for n in rows)
+
+
+def growth_bytes(setup: Setup) -> int:
+    """Return the most that a part's old buffer takes while a larger one replaces it."""
+    return rounded(setup.geometry.part_tokens * setup.kv_row_bytes)
 
 
 def tail_bytes(setup: Setup) -> int:
@@ -120,32 +137,36 @@ def overhead(setup: Setup, profile: HardwareProfile) -> dict[str, int]:
 
     `context` is the driver's and the runtime's own, `workspace` cuBLAS's scratch memory, and
     `allocator` what the caching allocator rounds up: weights to its segments, and one segment of
-    each kind that is partly used.
+    each kind that is partly used. `learnt` is what runs on this computer took beyond all that.
     """
     terms = {"context": profile.context_bytes, "workspace": profile.workspace_bytes, "allocator": 0}
     if profile.workspace_bytes:
-        terms["allocator"] = allocator_slack(setup) + SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES
+        terms["allocator"] = (
+            allocator_slack(setup, profile) + SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES
+        )
+    terms["learnt"] = profile.learnt_bytes
     return terms
 
 
-def allocator_slack(setup: Setup) -> int:
+def allocator_slack(setup: Setup, profile: HardwareProfile) -> int:
     """Return what large weights lose by being rounded up to whole segments."""
-    large = [n for n in weight_tensors(setup) if n >= LARGE_BLOCK_BYTES]
+    large = [n for n in weight_tensors(setup, profile) if n >= LARGE_BLOCK_BYTES]
     return sum(-n % ROUND_BYTES for n in large)
 
 
 def device_terms(
-    setup: Setup, profile: HardwareProfile, n_host: int
+    setup: Setup, profile: HardwareProfile, n_host: int, prompt_tokens: int | None = None
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes on the card by name, without reserve, and the parts of `overhead`."""
     resident, tails = kv_device_bytes(setup, n_host)
-    largest = max(phases(setup, profile, n_host), key=lambda phase: phase.total_bytes)
+    found = phases(setup, profile, n_host, prompt_tokens)
+    largest = max(found, key=lambda phase: phase.total_bytes)
     beyond = largest.total_bytes - resident
     departing = min(largest.departing_bytes, beyond)
-    logits = min(largest.cost.logits_bytes, beyond - departing)
+    logits = min(largest.logits_bytes, beyond - departing)
     parts = overhead(setup, profile)
     terms = {
-        "weights": weights_bytes(setup),
+        "weights": weights_bytes(setup, profile),
         "kv_resident": resident,
         "tails": tails,
         "ring": ring_bytes(setup, n_host),

@@ -6,8 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from offload_llama.config import DTYPES, ModelConfig
+from offload_llama.cost.packing import (
+    OUTPUT_WEIGHTS,
+    PACKED,
+    TINYGEMM_CAPABILITY,
+    can_pack,
+    card_kernel,
+    embedding_sizes,
+    tensor_sizes,
+)
 from offload_llama.errors import ConfigError
 from offload_llama.geometry import Geometry, choose_geometry
+from offload_llama.hardware import HardwareProfile
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -15,9 +25,10 @@ WEIGHT_BITS = {
     "fp32": 32.0,
     "bf16": 16.0,
     "fp16": 16.0,
-    # 16 bits of scale for each 32 weights.
-    "int8": 8.5,
+    # The codes, and what the card's kernel keeps beside them: see `packing`.
+    "int8": 8.25,
     "int4": 4.5,
+    "int4-g32": 5.0,
     # Source: ggml's block layouts: block bytes * 8 / weights of a block.
     "q8_0": 8.5,
     "q6_k": 6.5625,
@@ -43,7 +54,7 @@ KV_BITS = {
 }
 """Bits of one cached number, with its share of the scales."""
 
-RUNNABLE_WEIGHTS = ("fp32", "bf16", "fp16")
+RUNNABLE_WEIGHTS = ("fp32", "bf16", "fp16", *PACKED)
 RUNNABLE_KV = ("fp32", "bf16", "fp16")
 LOSSY = ("int8", "int4")
 SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -163,26 +174,55 @@ def n_parameters(config: ModelConfig) -> int:
     return config.n_layers * layer + config.dim + heads
 
 
-def matrix_bytes(setup: Setup, rows: int, columns: int) -> int:
-    """Return the bytes of one weight matrix as it is stored."""
-    return round(rows * columns * WEIGHT_BITS[setup.weights] / 8)
+def matrix_tensors(
+    setup: Setup, rows: int, columns: int, profile: HardwareProfile | None = None
+) -> tuple[int, ...]:
+    """Return the bytes of each tensor that one weight matrix is kept in on a card.
+
+    Packed ones lie as the card's kernel wants them; without a profile a recent card is meant.
+    """
+    if packs(setup, columns):
+        kernel = card_kernel(setup.weights, capability(profile), rows, columns)
+        return tensor_sizes(setup.weights, kernel, rows, columns)
+    return (round(rows * columns * WEIGHT_BITS[setup.weights] / 8),)
 
 
-def weight_tensors(setup: Setup) -> Iterator[int]:
+def packs(setup: Setup, columns: int) -> bool:
+    """Whether matrices with this many columns are kept in codes of our own."""
+    return setup.weights in PACKED and can_pack(setup.weights, columns)
+
+
+def capability(profile: HardwareProfile | None) -> tuple[int, int]:
+    """Return a card's compute capability; one that CUDA does not drive counts as a recent one."""
+    found = None if profile is None else profile.capability
+    return found or TINYGEMM_CAPABILITY
+
+
+def weight_tensors(setup: Setup, profile: HardwareProfile | None = None) -> Iterator[int]:
     """Yield the bytes of every tensor of the weights; the norms' scales stay as computed with."""
     config = setup.config
     for _ in range(config.n_layers):
         for _, rows, columns in matrices(config):
-            yield matrix_bytes(setup, rows, columns)
+            yield from matrix_tensors(setup, rows, columns, profile)
         yield config.dim * setup.item_bytes
         yield config.dim * setup.item_bytes
     yield config.dim * setup.item_bytes
-    yield matrix_bytes(setup, config.vocab_size, config.dim)
-    if not config.tied_output:
-        yield matrix_bytes(setup, config.vocab_size, config.dim)
+    yield from _embedding_and_output(setup, profile)
     yield config.head_dim // 2 * 4  # the rotary frequencies
 
 
-def weights_bytes(setup: Setup) -> int:
+def _embedding_and_output(setup: Setup, profile: HardwareProfile | None) -> Iterator[int]:
+    """Yield the bytes of the tensors of embedding and output; beside packed ones rows are int8."""
+    config = setup.config
+    rows, columns = config.vocab_size, config.dim
+    if packs(setup, columns):
+        kernel = card_kernel(OUTPUT_WEIGHTS, capability(profile), rows, columns)
+        yield from embedding_sizes(kernel, rows, columns, tied=config.tied_output)
+    else:
+        output = matrix_tensors(setup, rows, columns, profile)
+        yield from output * (1 if config.tied_output else 2)
+
+
+def weights_bytes(setup: Setup, profile: HardwareProfile | None = None) -> int:
     """Return what the weights take on the card."""
-    return sum(rounded(n_bytes) for n_bytes in weight_tensors(setup))
+    return sum(rounded(n_bytes) for n_bytes in weight_tensors(setup, profile))

@@ -7,7 +7,17 @@ simulated card, which sizes and times real operands, must agree with it.
 
 from __future__ import annotations
 
-from offload_llama.cost.setup import Setup, matrix_bytes, rounded
+from offload_llama.cost.packing import (
+    OUTPUT_WEIGHTS,
+    PORTABLE,
+    TINYGEMM,
+    bits_of,
+    block_rows,
+    card_kernel,
+    group_of,
+    tensor_sizes,
+)
+from offload_llama.cost.setup import Setup, capability, matrix_tensors, packs, rounded
 from offload_llama.hardware import HardwareProfile
 
 FLASH_CAPABILITY = (8, 0)
@@ -56,12 +66,115 @@ class Tape:
 
     # The operations
 
-    def linear(self, n: int, rows: int, columns: int) -> int:
-        """y (n, rows) = x (n, columns) Wᵀ; return the output's block."""
+    def linear(self, n: int, rows: int, columns: int, weights: str | None = None) -> int:
+        """y (n, rows) = x (n, columns) Wᵀ; return the output's block.
+
+        Args:
+            weights: what the matrix is in, where the other matrices are packed otherwise.
+        """
+        setup = self.setup
+        if not packs(setup, columns):
+            weight = sum(matrix_tensors(setup, rows, columns, self.profile))
+            return self._product(n, rows, columns, weight)
+        weights = weights or setup.weights
+        kernel = card_kernel(weights, capability(self.profile), rows, columns)
+        if kernel == PORTABLE:
+            return self._by_blocks(n, rows, columns, weights)
+        return self._tinygemm(n, rows, columns, weights)
+
+    def _product(self, n: int, rows: int, columns: int, weight: int) -> int:
         out = n * rows * self.item
-        weight = matrix_bytes(self.setup, rows, columns)
         self.run(n * columns * self.item + weight + out, 2.0 * n * rows * columns)
         return self.new(out)
+
+    def _tinygemm(self, n: int, rows: int, columns: int, weights: str) -> int:
+        """A product by the 4-bit kernel, whose activations are bfloat16."""
+        tensors = sum(tensor_sizes(weights, TINYGEMM, rows, columns))
+        x, out, cast = n * columns * 2, n * rows * 2, self.setup.dtype != "bfloat16"
+        narrow = 0
+        if cast:
+            narrow = self.new(x)
+            self.run(x + n * columns * self.item)
+        # Codes of 8 bits are two matrices of 4: half of the tensors each, the halves added.
+        halves = bits_of(weights) // 4
+        products = []
+        for _ in range(halves):
+            products.append(self.new(out))
+            seconds = 2.0 * n * rows * columns / self.profile.fp16_flops
+            self.run(x + tensors // halves + out, seconds * self._flops_per_s)
+        if halves == 2:
+            self.run(3 * out)
+            self.drop(products.pop())
+        [product] = products
+        if cast:
+            wide = self.new(n * rows * self.item)
+            self.run(out + n * rows * self.item)
+            self.drop(product, narrow)
+            product = wide
+        return product
+
+    def _by_blocks(self, n: int, rows: int, columns: int, weights: str) -> int:
+        """A product with rows that are decoded a block at a time."""
+        step = block_rows(columns)
+        if rows <= step:
+            return self._by_block(n, rows, columns, weights)
+        whole = self.new(n * rows * self.item)
+        for start in range(0, rows, step):
+            block = min(step, rows - start)
+            part = self._by_block(n, block, columns, weights)
+            self.run(2 * n * block * self.item)
+            self.drop(part)
+        return whole
+
+    def _by_block(self, n: int, rows: int, columns: int, weights: str) -> int:
+        decoded = self.decoded(weights, rows, columns)
+        out = self._product(n, rows, columns, rows * columns * self.item)
+        self.drop(decoded)
+        return out
+
+    def decoded(self, weights: str, rows: int, columns: int) -> int:
+        """Rows of codes as numbers to compute with; return their block."""
+        numbers, wide = rows * columns, rows * columns * self.item
+        per_group = rows * (columns // group_of(weights, columns))
+        n_scales = 1
+        codes = 0
+        if bits_of(weights) == 4:
+            n_scales = 2
+            halves = self.new(numbers // 2), self.new(numbers // 2)
+            self.run(numbers, times=2)
+            codes = self.new(numbers)
+            self.run(2 * numbers)
+            self.drop(*halves)
+            self.run(2 * numbers)
+        grouped = self.new(wide)
+        self.run(numbers + wide)
+        self.drop(codes)
+        scales = []
+        if self.setup.dtype != "bfloat16":
+            scales = [self.new(per_group * self.item) for _ in range(n_scales)]
+            self.run(per_group * (2 + self.item), times=n_scales)
+        if n_scales == 1:
+            self.run(2 * wide + per_group * self.item)
+            self.drop(*scales)
+            return grouped
+        out = self.new(wide)
+        self.run(2 * wide + 2 * per_group * self.item)
+        self.drop(grouped, *scales)
+        return out
+
+    def embedding(self, n: int) -> int:
+        """Rows of the embedding, (n, dim); return their block."""
+        config = self.config
+        if not packs(self.setup, config.dim):
+            size = n * config.dim * self.item
+            self.run(2 * size + 8 * n)
+            return self.new(size)
+        looked_up = self.new(n * config.dim), self.new(2 * n)
+        self.run(2 * n * config.dim + 8 * n)
+        self.run(12 * n)
+        out = self.decoded(OUTPUT_WEIGHTS, n, config.dim)
+        self.drop(*looked_up)
+        return out
 
     def norm(self, n: int) -> int:
         """RMSNorm over (n, dim) and its temporaries in float32; return the output's block."""
@@ -91,26 +204,17 @@ class Tape:
 
     def rotary(self, n: int, heads: int) -> int:
         """Rotate (n, heads, D); return the output's block. The input is still held."""
-        size, half = n * heads * self.config.head_dim * self.item, n * heads * self.config.head_dim
-        half *= 2  # float32, half of the head
-        angles = n * self.config.head_dim * 2
+        numbers = n * heads * self.config.head_dim
+        size, wide, angles = numbers * self.item, numbers * 4, n * self.config.head_dim * 4
         up = 0
         if self.item < 4:
-            up = self.new(2 * half)
-            self.run(size + 2 * half)
-        turned = []
-        for _ in range(2):
-            products = self.new(half), self.new(half)
-            self.run(2 * half + angles, times=2)
-            turned.append(self.new(half))
-            self.run(3 * half)
-            self.drop(*products)
-        out = self.new(2 * half)
-        self.run(4 * half)
-        self.drop(*turned)
+            up = self.new(wide)
+            self.run(size + wide)
+        out = self.new(wide)
+        self.run(2 * wide + angles)
         if self.item < 4:
             narrow = self.new(size)
-            self.run(2 * half + size)
+            self.run(wide + size)
             self.drop(out, up)
             out = narrow
         return out
@@ -212,21 +316,19 @@ class Tape:
         config = self.config
         hidden = n * config.hidden_dim * self.item
         gate = self.linear(n, config.hidden_dim, config.dim)
-        gated = self.new(hidden)
-        self.run(2 * hidden)
-        self.drop(gate)
         up = self.linear(n, config.hidden_dim, config.dim)
+        self.run(2 * hidden)
         self.run(3 * hidden)
         self.drop(up)
         out = self.linear(n, config.dim, config.hidden_dim)
-        self.drop(gated)
+        self.drop(gate)
         return out
 
     def head(self, n_wanted: int) -> int:
         """Logits of the wanted rows in float32; return their block."""
         config = self.config
         normed = self.norm(n_wanted)
-        logits = self.linear(n_wanted, config.vocab_size, config.dim)
+        logits = self.linear(n_wanted, config.vocab_size, config.dim, OUTPUT_WEIGHTS)
         self.drop(normed)
         wide = n_wanted * config.vocab_size * 4
         if self.item < 4:

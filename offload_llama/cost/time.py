@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from offload_llama.cost.forward import LayerWork, PassCost, Span, Work, forward
 from offload_llama.cost.memory import ring_slots, slot_tokens
 from offload_llama.cost.setup import Setup
+from offload_llama.geometry import MIN_PAGE_TOKENS
 from offload_llama.hardware import HardwareProfile
 
-MIB = 1 << 20
-# Pages hold up to 2 MiB of keys (or values), and neighbours load as one copy.
-COPY_BYTES = 3 * MIB
 PREFILL_SAMPLES = 8
 
 
@@ -31,9 +29,16 @@ class LoadCost:
     n_parts: int
 
 
-def copies_of(n_bytes: float) -> int:
-    """Return how many copies carry this many bytes of keys (or of values)."""
-    return max(1, round(n_bytes / COPY_BYTES))
+def copies_of(setup: Setup, rows: int) -> int:
+    """Return how many copies carry the keys (or the values) of this many rows of a part.
+
+    The pages of one prompt chunk are neighbours, and those of the next chunk lie behind the other
+    layers'. The last rows are in ever smaller pages: one for each power of two they consist of,
+    which on average is every second one.
+    """
+    together = min(setup.geometry.part_tokens, setup.prefill_chunk)
+    whole, rest = divmod(rows, together)
+    return max(1, whole + ((-(-rest // MIN_PAGE_TOKENS)).bit_length() + 1) // 2)
 
 
 def loads_of_layer(
@@ -59,7 +64,7 @@ def loads_of_layer(
     costs = []
     for load in loads:
         halves = [rows * setup.kv_row_bytes for rows in load]
-        copies = 2 * sum(copies_of(half) for half in halves)
+        copies = 2 * sum(copies_of(setup, rows) for rows in load)
         seconds = copies * profile.copy_latency_s + 2 * sum(halves) / profile.h2d_bytes_per_s
         costs.append(LoadCost(seconds, copies, len(load)))
     return tuple(costs)
@@ -155,7 +160,7 @@ def _pass_seconds(
 def _decode_seconds(
     setup: Setup, profile: HardwareProfile, hosts: tuple[bool, ...], context: int
 ) -> float:
-    spans = [Span(max(0, context - 1), 1)] * setup.batch
+    spans = (Span(max(0, context - 1), 1),) * setup.batch
     cost = forward(setup, profile, spans, n_wanted=setup.batch, growing=not all(hosts))
     loads = loads_of_layer(setup, profile, [span.start for span in spans])
     return _pass_seconds(setup, profile, hosts, cost, loads, 0.0)
@@ -191,10 +196,11 @@ def prefill_seconds(
         start = starts[index]
         last = index == len(starts) - 1
         span = Span(start, min(chunk, n_tokens - start))
-        cost = forward(setup, profile, [span], n_wanted=int(last), growing=not all(hosts))
+        cost = forward(setup, profile, (span,), n_wanted=int(last), growing=not all(hosts))
         loads = loads_of_layer(setup, profile, [start + setup.geometry.flush_tokens // 2])
         half = span.n_new * setup.kv_row_bytes
-        flush_s = 2 * (profile.copy_latency_s * copies_of(half) + half / profile.d2h_bytes_per_s)
+        copies = 2 * copies_of(setup, span.n_new)
+        flush_s = copies * profile.copy_latency_s + 2 * half / profile.d2h_bytes_per_s
         seconds.append(_pass_seconds(setup, profile, hosts, cost, loads, flush_s))
     total = seconds[0]
     for (a, left), (b, right) in itertools.pairwise(zip(sampled, seconds, strict=True)):

@@ -68,6 +68,7 @@ class AcceleratorDevice:
             peak_bytes=torch.accelerator.max_memory_allocated(self.torch_device),
             free_bytes=free_bytes,
             total_bytes=total_bytes,
+            reserved_bytes=torch.accelerator.memory_reserved(self.torch_device),
         )
 
     def reset_peak(self) -> None:

@@ -17,12 +17,16 @@ class PinRefused(DeviceError):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes on the card: held by this process's tensors, their peak, free now, and all there is."""
+    """Bytes on the card: held by this process's tensors, their peak, free now, and all there is.
+
+    `reserved_bytes` are what PyTorch has taken for tensors, used or not.
+    """
 
     allocated_bytes: int
     peak_bytes: int
     free_bytes: int
     total_bytes: int
+    reserved_bytes: int = 0
 
 
 class Event(Protocol):

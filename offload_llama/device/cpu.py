@@ -92,6 +92,7 @@ class CpuDevice:
             peak_bytes=self._peak_bytes,
             free_bytes=machine.available,
             total_bytes=machine.total,
+            reserved_bytes=resident_bytes,
         )
 
     def reset_peak(self) -> None:

@@ -91,6 +91,7 @@ class CudaDevice:
             peak_bytes=torch.cuda.max_memory_allocated(self.torch_device),
             free_bytes=free_bytes,
             total_bytes=total_bytes,
+            reserved_bytes=torch.cuda.memory_reserved(self.torch_device),
         )
 
     def reset_peak(self) -> None:

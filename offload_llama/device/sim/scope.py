@@ -6,15 +6,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from offload_llama.device.sim import copies
+from offload_llama.device.sim import copies, packed_ops
 from offload_llama.device.sim.card import Card
 from offload_llama.device.sim.cuda_api import patches
 from offload_llama.device.sim.dispatch import CardMode
 from offload_llama.device.sim.errors import SimError
 from offload_llama.device.sim.guard import install_device_guard
 
-# Registers the handlers of copies; the name is used so that the import is not mistaken for idle.
-_HANDLERS = copies.copy_
+# Registers their handlers; the names are used so that the imports are not mistaken for idle.
+_HANDLERS = copies.copy_, packed_ops.product
 
 # `torch.cuda` is one for the whole process, so one thread at a time, and one card, has it.
 _lock = threading.RLock()

@@ -16,7 +16,10 @@ from offload_llama.hardware import HardwareProfile
 HALF = (torch.float16, torch.bfloat16)
 
 # Position of the left factor among the arguments.
-PRODUCTS = {"mm": 0, "bmm": 0, "linear": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
+PRODUCTS = {
+    **dict.fromkeys(("mm", "bmm", "linear", "mv", "dot", "_weight_int4pack_mm"), 0),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), 1),
+}
 ATTENTION = frozenset(
     {
         "_scaled_dot_product_flash_attention",

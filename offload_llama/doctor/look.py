@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import platform
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +17,17 @@ import psutil
 
 from offload_llama import __version__
 from offload_llama.config import DTYPES
+from offload_llama.doctor.measured import figures_of, measure
 from offload_llama.errors import DeviceError, OffloadLlamaError
-from offload_llama.hardware import format_bytes
+from offload_llama.hardware import HardwareProfile
+from offload_llama.machine import CardFacts, Facts, findings, gather, is_wsl
+from offload_llama.profiles import (
+    Measured,
+    key_of,
+    load_measured,
+    problems,
+    usual_host,
+)
 
 if TYPE_CHECKING:
     from offload_llama.device.api import Device
@@ -48,39 +55,71 @@ class Report:
     pinning: dict[str, Any] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     default_model: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
 
 
-def examine(device_name: str = "auto") -> dict[str, Any]:
+def examine(
+    device_name: str = "auto",
+    probe: bool = False,
+    *,
+    quick: bool = False,
+    facts: Facts | None = None,
+) -> dict[str, Any]:
     """Return a report on this machine as plain data.
 
     Args:
         device_name: the device to try page-locking and number formats on.
+        probe: measure it too, and keep the figures for later plans; without, those of an earlier
+            time are shown.
+        quick: measure in about 10 seconds instead of up to 60.
+        facts: what the computer says of itself; gathered where None.
 
     Raises:
         ConfigError: the device name means nothing.
     """
+    # Before torch opens a context on the card, which would count as used memory.
+    facts = gather() if facts is None else facts
     report = Report(
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         wsl=is_wsl(platform.release()),
         memory=host_memory(),
+        machine=asdict(facts),
     )
+    expected, measured = usual_host(), Measured()
     _look_at_torch(report)
     if report.torch["version"] is not None:
-        _look_at_cards(report)
-        _look_at_device(report, device_name)
+        _look_at_cards(report, facts)
+        expected, measured = _look_at_device(report, device_name, probe, quick)
         _look_at_model(report)
     if report.wsl:
         report.findings.append(
             "this is WSL: it limits how much memory can be page-locked; watch for the warning "
             "about refused page-locking in long runs"
         )
+    report.findings += findings(
+        facts if facts.cards else replace(facts, cards=_cards_of_torch(report, expected)),
+        build=report.torch["build"],
+        usable=bool(report.cards),
+        profile=expected,
+        measured=measured.values(),
+    )
     return asdict(report)
 
 
-def is_wsl(release: str) -> bool:
-    """Return whether a kernel's release name is that of Windows Subsystem for Linux."""
-    return "microsoft" in release.lower()
+def _cards_of_torch(report: Report, expected: HardwareProfile) -> tuple[CardFacts, ...]:
+    """Return torch's cards as facts, for systems that say nothing of theirs."""
+    return tuple(
+        CardFacts(
+            title=card["title"],
+            vendor="",
+            total_bytes=card["total_bytes"],
+            used_bytes=max(0, card["total_bytes"] - card["free_bytes"] - expected.context_bytes),
+        )
+        for card in report.cards
+        if "free_bytes" in card
+    )
 
 
 def host_memory(limits: tuple[Path, ...] = _CGROUP_LIMITS) -> dict[str, int]:
@@ -122,7 +161,7 @@ def torch_build(torch: Any) -> str:
     return "XPU" if getattr(torch.version, "xpu", None) else "CPU"
 
 
-def _look_at_cards(report: Report) -> None:
+def _look_at_cards(report: Report, facts: Facts) -> None:
     import torch
 
     from offload_llama.device.cuda import check_architecture
@@ -157,7 +196,7 @@ def _look_at_cards(report: Report) -> None:
                 "total_bytes": properties.total_memory,
             }
         )
-    if not report.cards:
+    if not report.cards and not facts.cards:
         build = report.torch["build"]
         report.findings.append(
             "no card: this torch is a CPU build; a build for your card lets it be used"
@@ -166,15 +205,19 @@ def _look_at_cards(report: Report) -> None:
         )
 
 
-def _look_at_device(report: Report, name: str) -> None:
+def _look_at_device(
+    report: Report, name: str, probe: bool, quick: bool
+) -> tuple[HardwareProfile, Measured]:
+    """Try a device; return what is expected of it and what was measured on it."""
     from offload_llama.device import open_device
+    from offload_llama.device.figures import card_title, preset_of
 
     try:
         device = open_device(name)
     except DeviceError as error:
         report.device = {"name": name, "usable": False}
         report.findings.append(str(error))
-        return
+        return usual_host(), Measured()
     try:
         with device.scope():
             memory = device.memory()
@@ -187,6 +230,12 @@ def _look_at_device(report: Report, name: str) -> None:
         }
         report.dtypes = {dtype: _try_dtype(device, dtype) for dtype in DTYPES}
         report.pinning = pin_test(device)
+        expected = preset_of(device) or usual_host()
+        key = key_of(card_title(device))
+        if probe and (stopped := measure(device, key, quick)) is not None:
+            report.findings.append(stopped)
+        measured = load_measured(key) or Measured()
+        report.measured = figures_of(device, key, expected, measured)
     finally:
         device.close()
     for dtype, answer in report.dtypes.items():
@@ -194,6 +243,8 @@ def _look_at_device(report: Report, name: str) -> None:
             report.findings.append(f"{dtype} does not work on {device.name}: {answer}")
     if report.pinning["tested"] and not report.pinning["accepted"]:
         report.findings.append(f"{report.pinning['reason']}; {report.pinning['cost']}")
+    report.findings += problems(key)
+    return expected, measured
 
 
 def _try_dtype(device: Device, dtype: str) -> str:
@@ -258,81 +309,3 @@ def _look_at_model(report: Report) -> None:
         "bytes": checkpoint.n_bytes(),
     }
     checkpoint.close()
-
-
-def render(report: dict[str, Any]) -> str:
-    """Return a report as lines for a person."""
-    return "".join(
-        f"{label:<12}{text}\n" for label, draw in _ROWS for text in draw(report) if text
-    ) + "".join(f"note        {finding}\n" for finding in report["findings"])
-
-
-def _memory_text(report: dict[str, Any]) -> list[str]:
-    memory = report["memory"]
-    text = (
-        f"{format_bytes(memory['available_bytes'])} free of {format_bytes(memory['total_bytes'])}"
-    )
-    if "limit_bytes" in memory:
-        text += f", of which this container may use {format_bytes(memory['limit_bytes'])}"
-    return [text]
-
-
-def _torch_text(report: dict[str, Any]) -> list[str]:
-    torch = report["torch"]
-    return [f"{torch['version']} ({torch['build']} build)" if torch["version"] else "not here"]
-
-
-def _card_text(report: dict[str, Any]) -> list[str]:
-    lines = []
-    for card in report["cards"]:
-        line = f"{card['name']}: {card['title']}"
-        if "capability" in card:
-            line += f", compute capability {card['capability']}"
-        if "free_bytes" in card:
-            line += f", {format_bytes(card['free_bytes'])} free"
-        line += f" of {format_bytes(card['total_bytes'])}"
-        lines.append(line if card["usable"] else f"{line}, not usable")
-    return lines or ["none"]
-
-
-def _device_text(report: dict[str, Any]) -> list[str]:
-    device = report["device"]
-    if not device.get("usable"):
-        return [f"{device['name']}: not usable"] if device else []
-    sizes = f"{format_bytes(device['free_bytes'])} free of {format_bytes(device['total_bytes'])}"
-    return [f"{device['name']}: {sizes}{' [simulated]' if device['simulated'] else ''}"]
-
-
-def _pinning_text(report: dict[str, Any]) -> list[str]:
-    pinning = report["pinning"]
-    if not pinning:
-        return []
-    if not pinning["tested"]:
-        return [f"not tested: {pinning['reason']}"]
-    return [f"{format_bytes(pinning['bytes'])} {'works' if pinning['accepted'] else 'refused'}"]
-
-
-def _dtype_text(report: dict[str, Any]) -> list[str]:
-    return [", ".join(f"{name} {answer}" for name, answer in report["dtypes"].items())]
-
-
-def _model_text(report: dict[str, Any]) -> list[str]:
-    model = report["default_model"]
-    if not model:
-        return []
-    found = f"{model['path']} ({format_bytes(model['bytes'])})" if model["path"] else "not here"
-    return [f"{model['name']}: {found}"]
-
-
-_ROWS: tuple[tuple[str, Callable[[dict[str, Any]], list[str]]], ...] = (
-    ("version", lambda report: [report["offload_llama"]]),
-    ("python", lambda report: [f"{report['python']} at {sys.prefix}"]),
-    ("system", lambda report: [report["platform"] + (" (WSL)" if report["wsl"] else "")]),
-    ("memory", _memory_text),
-    ("torch", _torch_text),
-    ("card", _card_text),
-    ("device", _device_text),
-    ("page-lock", _pinning_text),
-    ("dtypes", _dtype_text),
-    ("model", _model_text),
-)
