@@ -18,20 +18,10 @@ FILES = sorted(ROOT.rglob("*.py"))
 ORDER = (
     *("errors", "config", "hardware", "machine", "models", "profiles", "geometry", "cost"),
     *("planner", "policy", "forecast", "device"),
-    *(
-        "attention",
-        "native",
-        "weights",
-        "checkpoint",
-        "tokenizer",
-        "cache",
-        "model",
-        "sampling",
-        "oom",
-    ),
-    *("request", "generate", "admission", "steps", "fitting", "llm", "llama", "conversation"),
-    *("prompts", "console", "probe", "doctor", "options", "report", "learn", "answer", "cli"),
-    *("__main__",),
+    *("attention", "native", "weights", "checkpoint", "tokenizer", "cache", "model", "sampling"),
+    *("oom", "request", "generate", "admission", "steps", "fitting", "llm", "llama"),
+    *("conversation", "prompts", "console", "probe", "doctor", "options", "report"),
+    *("answer", "cli", "__main__"),
 )
 WITHOUT_TORCH = (
     *("errors", "config", "hardware", "machine", "models", "profiles", "geometry", "cost"),
