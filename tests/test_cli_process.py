@@ -300,7 +300,7 @@ def test_what_the_card_could_not_hold_later_is_refused_before_it_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """B19: the weights fit, the activations of a full chunk beside them do not."""
-    options = "--device sim:rtx-3060-12gb?vram=412MiB&context=0 --kv-policy gpu --ctx 1k"
+    options = "--device sim:rtx-3060-12gb?vram=316MiB&context=0 --kv-policy gpu --ctx 1k"
     for chunk, code in (("4096", 3), ("128", 0)):
         line = [*options.split(), "--prefill-chunk", chunk]
         assert run_command(["plan", "smollm2-135m", *line, "--check"]) == code
@@ -309,7 +309,7 @@ def test_what_the_card_could_not_hold_later_is_refused_before_it_runs(
         assert run_command(run) == code
         out, err = capsys.readouterr()
         if code:
-            assert out == "" and " of the card are needed, 412 MiB are there" in error_line(err)
+            assert out == "" and " of the card are needed, 316 MiB are there" in error_line(err)
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,7 @@ from offload_llama.config import ModelConfig
 from offload_llama.device.sim import simulated
 from offload_llama.model import Transformer
 from offload_llama.policy import place
-
-SMOLLM2_1_7B = ModelConfig(
-    dim=2048, n_layers=24, n_heads=32, n_kv_heads=32, head_dim=64, hidden_dim=8192,
-    vocab_size=49152, max_seq_len=32768, tied_output=True,
-)  # fmt: skip
-LLAMA_8B = ModelConfig(
-    dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336,
-    vocab_size=128256, max_seq_len=32768,
-)  # fmt: skip
+from tests.helpers_plan import LLAMA_8B, SMOLLM2_1_7B
 
 
 @dataclass(frozen=True)

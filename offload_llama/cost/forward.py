@@ -99,6 +99,9 @@ def _layer(tape: Tape, spans: Sequence[Span], hidden: int, host: bool) -> tuple[
             tape.drop(tape.new(old_rows * row_bytes))
         if not host or span.appends:
             tape.run(span.n_new * row_bytes, times=2)
+        if host and span.appends:
+            # The tail, half full on average, goes behind the rows of the last slot.
+            tape.run(geometry.flush_tokens * row_bytes)
         own = not span.appends
         outputs.append(tape.attend(span.n_new, span.parts(geometry.part_tokens), own))
     if len(outputs) > 1:
