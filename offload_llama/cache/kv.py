@@ -219,7 +219,7 @@ class KVCache:
             raise CacheError(f"the cache has rows 0-{self.max_batch_size - 1}, asked for {row}")
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget the tokens of a row from `length` on. Nothing is copied.
+        """Forget the tokens of a row from `length` on. Nothing crosses the link.
 
         Raises:
             CacheError: no such row, or it is shorter than that.
@@ -229,8 +229,9 @@ class KVCache:
             raise CacheError(
                 f"row {row} has {self.lengths[row]} tokens; cannot truncate it to {length}"
             )
-        for store in self.stores:
-            store.truncate(row, length)
+        with self.device.scope():  # a resident part may move to a smaller buffer
+            for store in self.stores:
+                store.truncate(row, length)
         self.lengths[row] = length
         self._was_emptied = not any(self.lengths)
 
