@@ -41,7 +41,7 @@ def random_model(
 
 def make_cache(model: Transformer, device: Device, policy: str = "gpu", **options: Any) -> KVCache:
     """A small cache; parts of 32 and flushes of 8 tokens unless told otherwise."""
-    dtype = model.tok_embeddings.weight.dtype
+    dtype = model.norm.weight.dtype
     settings: dict[str, Any] = {
         "dtype": dtype, "max_batch_size": 3, "max_seq_len": 512, "part_tokens": 32,
         "flush_tokens": 8, "ring_slots": 3,

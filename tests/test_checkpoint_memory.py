@@ -113,6 +113,7 @@ from offload_llama.device import PinRefused, open_device
 from offload_llama.model import Transformer
 
 path, where, dtype = sys.argv[1], sys.argv[2], getattr(torch, sys.argv[3])
+weights = None if sys.argv[4] == "plain" else sys.argv[4]
 
 
 class Card:
@@ -142,20 +143,31 @@ model = Transformer(checkpoint.config)
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # VmHWM starts again from VmRSS
 before = memory("VmRSS")
-load_weights(model, checkpoint, device=device, dtype=dtype, progress=False)
-print(memory("VmHWM") - before)
+load_weights(
+    model, checkpoint, device=device, dtype=dtype, progress=False, weights=weights
+)
+print(memory("VmHWM") - before, sum(b.numel() * b.element_size() for b in model.buffers()))
 """
 
 
-def peak_bytes(path: Path, where: str, dtype: str) -> int:
-    """Return the resident bytes that loading added at its peak, in a process of its own."""
+def peak_and_final_bytes(path: Path, where: str, dtype: str, weights: str) -> tuple[int, int]:
+    """Return the resident bytes that loading added at its peak, and those of the weights.
+
+    In a process of its own.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(path), where, dtype],
+        [sys.executable, "-c", MEASURE, str(path), where, dtype, weights],
         capture_output=True,
         text=True,
         check=True,
     )
-    return int(done.stdout)
+    peak, final = map(int, done.stdout.split())
+    return peak, final
+
+
+def peak_bytes(path: Path, where: str, dtype: str) -> int:
+    """Return the resident bytes that loading plain weights added at its peak."""
+    return peak_and_final_bytes(path, where, dtype, "plain")[0]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's VmHWM")
@@ -175,6 +187,15 @@ class TestHostMemory:
         weights_bytes = 2 * N_VALUES
         peak = peak_bytes(big[layout], "cpu", "float16")
         assert 0.9 * weights_bytes <= peak <= 1.1 * weights_bytes + 2 * LARGEST_VALUES
+
+    @pytest.mark.parametrize("weights", ["int8", "int4"])
+    def test_packing_while_loading_adds_no_more_than_the_largest_tensor(
+        self, weights: str, layout: str, big: dict[str, Path]
+    ) -> None:
+        """At most 1.3 times the packed weights, and the largest tensor as it lies in the file."""
+        peak, final = peak_and_final_bytes(big[layout], "cpu", "float32", weights)
+        assert final < 1.1 * N_VALUES
+        assert 0.9 * final <= peak <= 1.3 * final + 2 * LARGEST_VALUES
 
 
 def test_preflight_names_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ ORDER = (
     *("planner", "policy", "forecast", "device"),
     *("attention", "native", "weights", "checkpoint", "tokenizer", "cache", "model", "sampling"),
     *("oom", "request", "generate", "admission", "steps", "fitting", "llm", "llama"),
-    *("conversation", "prompts", "console", "probe", "doctor", "options", "report"),
+    *("conversation", "prompts", "console", "saving", "probe", "doctor", "options", "report"),
     *("answer", "cli", "__main__"),
 )
 WITHOUT_TORCH = (

@@ -144,7 +144,7 @@ def test_codes_in_the_cpu_s_layout_can_be_had_back() -> None:
 def test_a_matrix_packed_in_blocks_is_packed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = quantize(matrix(208, 64), "int4")
     whole = CpuInt4().pack(codes, CPU)["packed"]
-    monkeypatch.setattr("offload_llama.weights.kernels.block_rows", lambda columns: 70)
+    monkeypatch.setattr("offload_llama.weights.kernels._PACK_ELEMENTS", 70 * 64)
     assert torch.equal(CpuInt4().pack(codes, CPU)["packed"], whole)
 
 

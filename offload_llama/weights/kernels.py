@@ -38,6 +38,7 @@ _CPU_INT8_COLUMNS = 16
 # Rows are interleaved in blocks of 32 (AVX2) or 64 (AVX-512), and packed a whole number at a time.
 _BLOCK_ROWS = 64
 _CPU_ROWS = 16
+_PACK_ELEMENTS = 1 << 19
 # From this many rows of activations on, decoding the matrix for a dense product costs less.
 _DENSE_FROM, _DENSE_FROM_4_BITS = 64, 192
 
@@ -123,7 +124,7 @@ class CpuInt4:
 
 def _pack_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
     """Yield row ranges to be packed one after the other, so that little lies unpacked."""
-    step = max(1, block_rows(columns) // _BLOCK_ROWS) * _BLOCK_ROWS
+    step = max(1, _PACK_ELEMENTS // columns // _BLOCK_ROWS) * _BLOCK_ROWS
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
 
