@@ -149,6 +149,22 @@ def doctor(device: str, probe: bool, as_json: bool) -> None:
     Console().write(json.dumps(report) + "\n" if as_json else render(report))
 
 
+@cli.command(context_settings=_SETTINGS)
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@option("--weights", type=click.Choice(["int8", "int4", "int4-g32"]), default="int4")
+@console_options
+def quantize(source: str, target: str, weights: str, console: Console) -> None:
+    """Save a model with packed weights, to be loaded like any other.
+
+    SRC is what --model takes elsewhere, DST a folder that is made.
+    """
+    from offload_llama.saving import save_packed
+
+    code = save_packed(source, target, weights=weights, console=console)
+    click.get_current_context().exit(code)
+
+
 def run_command(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; every error becomes one line."""
     prepare_streams()
