@@ -64,7 +64,9 @@ class Engine:
         return Setup(
             device=self.device.name,
             weights_bytes=sum(w.numel() * w.element_size() for w in weights),
-            weights_itemsize=max((w.element_size() for w in weights), default=0),
+            weights_itemsize=max(
+                (w.element_size() for w in weights if w.is_floating_point()), default=0
+            ),
             prefill_chunk=self.prefill_chunk,
             fallback=self.fallback,
         )

@@ -112,9 +112,13 @@ def precompute_freqs_cis(positions: torch.Tensor, freqs: torch.Tensor) -> torch.
 
 
 def apply_rotary_emb(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-    """Return x (N, heads, D) with each interleaved pair turned by its position's angle."""
-    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * freqs_cis).flatten(-2).to(x.dtype)
+    """Return x (N, heads, D) with each interleaved pair turned by its position's angle.
+
+    In float32 that is x itself, turned in place.
+    """
+    wide = x.float()
+    torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2)).mul_(freqs_cis)
+    return wide.to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -192,11 +192,11 @@ def check_device_memory(needed_bytes: int, device: Device) -> None:
     if needed_bytes > available_bytes:
         raise DoesNotFit(
             f"the weights need {needed_bytes / 2**30:.2f} GiB, but {device.name} has "
-            f"{available_bytes / 2**30:.2f} GiB free; use a smaller --dtype or model, or "
-            "--device cpu",
+            f"{available_bytes / 2**30:.2f} GiB free; use fewer bits (--weights int4 or --dtype "
+            "bf16), a smaller model, or --device cpu",
             needed_bytes=needed_bytes,
             available_bytes=available_bytes,
-            suggestions=("--dtype bfloat16", "a smaller model", "--device cpu"),
+            suggestions=("--weights int4", "a smaller model", "--device cpu"),
         )
 
 
@@ -213,9 +213,9 @@ def check_host_memory(needed_bytes: int) -> None:
     if needed_bytes > available_bytes:
         raise DoesNotFit(
             f"the weights need {needed_bytes / 2**30:.2f} GiB of host memory, but "
-            f"{available_bytes / 2**30:.2f} GiB are free; use a smaller --dtype or model, or "
-            "close other programs",
+            f"{available_bytes / 2**30:.2f} GiB are free; use fewer bits (--weights int4 or "
+            "--dtype bf16), a smaller model, or close other programs",
             needed_bytes=needed_bytes,
             available_bytes=available_bytes,
-            suggestions=("--dtype bfloat16", "a smaller model"),
+            suggestions=("--weights int4", "a smaller model"),
         )

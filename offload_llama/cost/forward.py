@@ -84,8 +84,9 @@ def _layer(tape: Tape, spans: Sequence[Span], hidden: int, host: bool) -> tuple[
     xq = tape.linear(n, config.n_heads * config.head_dim, config.dim)
     xk = tape.linear(n, config.n_kv_heads * config.head_dim, config.dim)
     xv = tape.linear(n, config.n_kv_heads * config.head_dim, config.dim)
-    turned = tape.rotary(n, config.n_heads), tape.rotary(n, config.n_kv_heads)
-    tape.drop(xq, xk)
+    turned = tape.rotary(n, config.n_heads, xq), tape.rotary(n, config.n_kv_heads, xk)
+    if tape.item < 4:
+        tape.drop(xq, xk)
     xq, xk = turned
     tape.marks.clear()
     before = tape.seconds, tape.launches

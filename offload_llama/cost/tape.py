@@ -202,21 +202,22 @@ class Tape:
         self.drop(root)
         return out
 
-    def rotary(self, n: int, heads: int) -> int:
-        """Rotate (n, heads, D); return the output's block. The input is still held."""
+    def rotary(self, n: int, heads: int, given: int) -> int:
+        """Rotate (n, heads, D), whose block is `given`; return the output's, the same in float32.
+
+        Another input is still held.
+        """
         numbers = n * heads * self.config.head_dim
         size, wide, angles = numbers * self.item, numbers * 4, n * self.config.head_dim * 4
-        up = 0
-        if self.item < 4:
-            up = self.new(wide)
-            self.run(size + wide)
-        out = self.new(wide)
+        if self.item == 4:
+            self.run(2 * wide + angles)
+            return given
+        up = self.new(wide)
+        self.run(size + wide)
         self.run(2 * wide + angles)
-        if self.item < 4:
-            narrow = self.new(size)
-            self.run(wide + size)
-            self.drop(out, up)
-            out = narrow
+        out = self.new(size)
+        self.run(wide + size)
+        self.drop(up)
         return out
 
     def kernel(self, n: int, n_keys: int, *, cached: bool) -> tuple[int, int]:

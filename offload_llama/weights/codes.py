@@ -17,7 +17,9 @@ from offload_llama.cost.packing import bits_of, group_of
 
 SCALE_DTYPE = torch.bfloat16
 _MIDDLE = 8
-# Each takes a third off the loss of the one before; loading takes about 8 ns a weight longer.
+# Mean square error in groups of 64 after 0, 1, 2 and 4 fits, of the default model's weights that
+# were 4-bit in groups of 32: 0.65 %, 0.57 %, 0.54 % and 0.52 % of theirs. A fit takes about 8 ns a
+# weight.
 _REFITS = 3
 
 

@@ -183,11 +183,20 @@ def cuda_functions(card: Card) -> dict[str, Any]:
     return functions
 
 
+def generic_event(card: Card) -> Any:
+    """Return what stands in for `torch.Event`, which is told its device; a card has only one."""
+
+    def event(device: Any = None, **settings: Any) -> Any:
+        return card.event_type(**settings)
+
+    return event
+
+
 def patches(card: Card, cuda_is_real: bool) -> list[Patch]:
     """Return (owner, attribute, replacement) for everything that a scope replaces."""
     found: list[Patch] = [(torch.cuda, name, f) for name, f in cuda_functions(card).items()]
     found += [(torch, name, f) for name, f in _torch_functions().items()]
-    found += [(torch, "Stream", card.stream_type), (torch, "Event", card.event_type)]
+    found += [(torch, "Stream", card.stream_type), (torch, "Event", generic_event(card))]
     found.append(
         (torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention)
     )

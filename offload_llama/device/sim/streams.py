@@ -75,8 +75,6 @@ class SimEvent:
         blocking: bool = False,
         interprocess: bool = False,
         external: bool = False,
-        *,
-        device: Any = None,  # the generic `torch.Event` takes it; a card has only one
     ) -> None:
         self.mark: Mark | None = None
         self.clock: VectorClock = {}
