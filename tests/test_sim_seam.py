@@ -117,6 +117,23 @@ def test_outside_the_scope_nothing_of_torch_is_replaced() -> None:
     assert not any(new is old for new, old in zip(inside, before, strict=True))
 
 
+@pytest.mark.parametrize("arguments", ["order='copy_last'", "values=False"])
+def test_what_torch_imports_inside_a_scope_keeps_nothing_of_the_card(arguments: str) -> None:
+    """The first shape inference imports modules that keep the stream and event classes."""
+    program = f"""
+import torch
+from offload_llama.device.sim import simulated
+device = simulated({arguments})
+with device.scope():
+    rotation = torch.arange(4, device=device.torch_device)[:, None] * torch.ones(2, device="cuda")
+    class Derived(torch.Event): pass
+    Derived("cuda", enable_timing=True).record()
+from torch._dynamo.device_interface import CudaInterface
+assert CudaInterface.Event is torch.cuda.Event and rotation.shape == (4, 2)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_the_scope_ends_with_an_exception_too() -> None:
     device = simulated()
     before = torch.cuda.current_stream

@@ -183,13 +183,14 @@ def cuda_functions(card: Card) -> dict[str, Any]:
     return functions
 
 
-def generic_event(card: Card) -> Any:
+def generic_event(card: Card) -> type[Any]:
     """Return what stands in for `torch.Event`, which is told its device; a card has only one."""
 
-    def event(device: Any = None, **settings: Any) -> Any:
-        return card.event_type(**settings)
+    class Event(card.event_type):  # type: ignore[misc,name-defined]  # made for the card
+        def __init__(self, device: Any = None, **settings: Any) -> None:
+            super().__init__(**settings)
 
-    return event
+    return Event
 
 
 def patches(card: Card, cuda_is_real: bool) -> list[Patch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,10 @@ class Scope:
 
     def __init__(self, card: Card) -> None:
         self._card = card
+        if card.executor.lazy or not card.values:
+            # The first shape inference makes torch import this, which keeps `torch.cuda.Event` and
+            # derives from `torch.Event`: it must meet the real ones.
+            importlib.import_module("torch._dynamo.device_interface")
         self._patches = patches(card, install_device_guard())
         self._originals: list[Any] = []
         self._depth = 0
