@@ -24,6 +24,7 @@ from offload_llama.console import (
     prepare_streams,
     report_error,
 )
+from offload_llama.cost.packing import PACKED
 from offload_llama.errors import ConfigError, OffloadLlamaError
 from offload_llama.options import (
     DEFAULT_MODEL,
@@ -33,7 +34,7 @@ from offload_llama.options import (
     plan_options,
     sampling_options,
 )
-from offload_llama.options.kinds import OneText, option
+from offload_llama.options.kinds import OneOf, OneText, option
 
 OUT_OF_MEMORY, ENVIRONMENT, INTERRUPTED = 5, 7, 130
 _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -152,10 +153,15 @@ def doctor(device: str, probe: bool, as_json: bool) -> None:
 @cli.command(context_settings=_SETTINGS)
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
-@option("--weights", type=click.Choice(["int8", "int4", "int4-g32"]), default="int4")
+@option(
+    "--weights",
+    type=OneOf(PACKED),
+    default="int4",
+    help="int8, int4 (groups of 64) or int4-g32 (groups of 32).",
+)
 @console_options
 def quantize(source: str, target: str, weights: str, console: Console) -> None:
-    """Save a model with packed weights, to be loaded like any other.
+    """Save a model with packed weights and its vocabulary, to be loaded like any other.
 
     SRC is what --model takes elsewhere, DST a folder that is made.
     """

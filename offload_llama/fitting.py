@@ -22,9 +22,8 @@ from offload_llama.planner import (
     MemoryPlan,
     budget_of,
     max_batch,
-    max_context,
 )
-from offload_llama.policy import Placement, place, placements_of, plan
+from offload_llama.policy import Placement, max_context, place, placements_of, plan
 
 MIB = 1 << 20
 
@@ -110,13 +109,13 @@ def fit(config: ModelConfig, device: Device, wishes: Wishes, say: Callable[[str]
         )
     found, placements = plan(wishes.kv_policy, setup, profile, budget)
     if wishes.ctx is None and not (found.fits and found.host_fits):
-        shorter = _with_context(setup, profile, budget, wishes.kv_policy)
+        shorter = max_context(setup, profile, budget, policy=wishes.kv_policy)
         if shorter is not None:
             say(
-                f"context {shorter.ctx:,} tokens: the model's {setup.ctx:,} do not fit "
+                f"context {shorter.setup.ctx:,} tokens: the model's {setup.ctx:,} do not fit "
                 f"({_what_is_short(found)}); --ctx sets it"
             )
-            found, placements = plan(wishes.kv_policy, shorter, profile, budget)
+            found, placements = plan(wishes.kv_policy, shorter.setup, profile, budget)
     if not (found.fits and found.host_fits):
         raise does_not_fit(found, wishes.kv_policy, device.name)
     _warn_of_spilling(device, found, say)
@@ -228,25 +227,6 @@ def _with_batch(setup: Setup, profile: HardwareProfile, budget: Budget, wishes: 
     return replace(shorter, batch=max(1, max_batch(shorter, profile, budget)))
 
 
-def _with_context(
-    setup: Setup, profile: HardwareProfile, budget: Budget, policy: str
-) -> Setup | None:
-    """Return the setup with the longest context that fits, or None."""
-    if policy == "auto":
-        longest = max_context(setup, profile, budget)
-        return None if longest is None else longest.setup
-    step = 256
-    low, high = 0, setup.ctx // step
-    while low < high:
-        middle = (low + high + 1) // 2
-        found, _ = plan(policy, replace(setup, ctx=middle * step), profile, budget)
-        if found.fits and found.host_fits:
-            low = middle
-        else:
-            high = middle - 1
-    return replace(setup, ctx=low * step) if low else None
-
-
 def _what_is_short(found: MemoryPlan) -> str:
     if not found.fits:
         return (
@@ -268,9 +248,9 @@ def does_not_fit(found: MemoryPlan, policy: str, device_name: str) -> DoesNotFit
         better, _ = plan("auto", setup, profile, budget)
         if better.fits and better.host_fits:
             suggestions.append("--kv-policy auto")
-    longest = _with_context(setup, profile, budget, "auto" if policy == "--plan" else policy)
-    if longest is not None and longest.ctx < setup.ctx:
-        suggestions.append(f"--ctx {longest.ctx}")
+    longest = max_context(setup, profile, budget, policy="auto" if policy == "--plan" else policy)
+    if longest is not None and longest.setup.ctx < setup.ctx:
+        suggestions.append(f"--ctx {longest.setup.ctx}")
     batch = max_batch(setup, profile, budget, setup.batch) if setup.batch > 1 else 0
     if 0 < batch < setup.batch:
         suggestions.append(f"--max-batch-size {batch}")

@@ -232,6 +232,19 @@ def card(name: str) -> HardwareProfile:
     return replace(profile, **parse_overrides(query)) if mark else profile
 
 
+def simulated_card(name: str) -> HardwareProfile:
+    """Return a card as the simulator counts it: tensors and nothing beside them.
+
+    Its matrix products need no scratch memory, unless the name says so ("?workspace=8MiB").
+
+    Raises:
+        ConfigError: as for `card`.
+    """
+    query = name.partition("?")[2]
+    given = parse_overrides(query) if query else {}
+    return replace(card(name), workspace_bytes=given.get("workspace_bytes", 0))
+
+
 def parse_overrides(query: str) -> dict[str, Any]:
     """Return the profile fields that a text such as "vram=8GiB&h2d=12e9" sets.
 

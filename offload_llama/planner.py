@@ -5,10 +5,10 @@ Sizes are bytes, times seconds. Nothing here imports torch, reads a file or look
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from offload_llama.cost import LOSSY, Setup, decode_seconds, prefill_seconds
+from offload_llama.cost import Setup, decode_seconds, prefill_seconds
 from offload_llama.cost.memory import (
     device_terms,
     growth_bytes,
@@ -104,11 +104,16 @@ class MemoryPlan:
         return ring_slots(self.setup, self.n_host) if self.n_host else None
 
     @property
+    def decode_s(self) -> float:
+        """Seconds of a decode step at full context."""
+        return decode_seconds(self.setup, self.profile, self.hosts, self.setup.ctx)
+
+    @property
     def predicted(self) -> Speed:
         """Speed of this placement; at half the context, of the placement it would have there."""
         setup, half = self.setup, max(2, self.setup.ctx // 2)
         return Speed(
-            decode_s=decode_seconds(setup, self.profile, self.hosts, setup.ctx),
+            decode_s=self.decode_s,
             decode_half_s=decode_seconds(setup, self.profile, self._hosts_at(half), half),
             ttft_s=prefill_seconds(setup, self.profile, self.hosts, setup.ctx - 1),
         )
@@ -251,37 +256,16 @@ def with_kv_limit(
     return replace(plan, kv_budget_bytes=limit_bytes if plan.n_host else None)
 
 
-def max_context(
-    setup: Setup, profile: HardwareProfile, budget: Budget, *, min_tps: float | None = None
-) -> MemoryPlan | None:
-    """Return the plan of the longest context that fits (and is this fast), or None.
+def largest(good: Callable[[int], bool], limit: int) -> int:
+    """Return the largest number from 1 to the limit that is good, 0 if none is.
 
-    Args:
-        setup: whose `ctx` does not count.
-        profile: the card.
-        budget: what may be used.
-        min_tps: tokens per second of each sequence, at the full context.
+    What is good up to some number and not beyond is found by halving.
     """
-
-    def good(ctx: int) -> MemoryPlan | None:
-        plan = auto(replace(setup, ctx=ctx), profile, budget)
-        if not (plan.fits and plan.host_fits):
-            return None
-        if min_tps is not None and plan.predicted.decode_s > 1 / min_tps:
-            return None
-        return plan
-
-    step = min(256, setup.config.max_seq_len)
-    best: MemoryPlan | None = None
-    low, high = 0, setup.config.max_seq_len // step
+    low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        found = good(middle * step)
-        if found is None:
-            high = middle - 1
-        else:
-            best, low = found, middle
-    return best
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low
 
 
 def max_batch(
@@ -291,17 +275,9 @@ def max_batch(
 
     0 means that not even one does.
     """
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        plan = auto(replace(setup, batch=middle), profile, budget)
-        if plan.fits and plan.host_fits:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
+    def fits(batch: int) -> bool:
+        plan = auto(replace(setup, batch=batch), profile, budget)
+        return plan.fits and plan.host_fits
 
-def is_lossy(setup: Setup) -> bool:
-    """Return whether the setup keeps keys and values in fewer bits than it computes with."""
-    return setup.kv_dtype in LOSSY
+    return largest(fits, limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offload_llama.cost import Setup
@@ -15,6 +15,7 @@ from offload_llama.planner import (
     Budget,
     MemoryPlan,
     auto,
+    largest,
     plan_for,
     spill_order,
     spread,
@@ -25,7 +26,18 @@ POLICY_HELP = (
     "auto, gpu, offload, gpu-layers:N, budget:1.5GiB, layers:0-11=gpu,12-29=offload or @FILE"
 )
 
-__all__ = ["POLICY_HELP", "Placement", "place", "placements_of", "plan", "spill_order"]
+CONTEXT_STEP = 256
+"""Contexts are searched in steps of this many tokens."""
+
+__all__ = [
+    "POLICY_HELP",
+    "Placement",
+    "max_context",
+    "place",
+    "placements_of",
+    "plan",
+    "spill_order",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +74,38 @@ def plan(
     placements = place(text, n_layers)
     hosts = [placement.store == "host" for placement in placements]
     return plan_for(setup, profile, budget, hosts), placements
+
+
+def max_context(
+    setup: Setup,
+    profile: HardwareProfile,
+    budget: Budget,
+    *,
+    policy: str = "auto",
+    min_tps: float | None = None,
+) -> MemoryPlan | None:
+    """Return the plan of the longest context that fits (and is this fast), or None.
+
+    Args:
+        setup: whose `ctx` does not count.
+        profile: the card.
+        budget: what may be used.
+        policy: as for `plan`.
+        min_tps: tokens per second of each sequence, at the full context.
+    """
+    step = min(CONTEXT_STEP, setup.config.max_seq_len)
+
+    def at(steps: int) -> MemoryPlan:
+        return plan(policy, replace(setup, ctx=steps * step), profile, budget)[0]
+
+    def good(steps: int) -> bool:
+        found = at(steps)
+        if not (found.fits and found.host_fits):
+            return False
+        return min_tps is None or found.decode_s <= 1 / min_tps
+
+    steps = largest(good, setup.config.max_seq_len // step)
+    return at(steps) if steps else None
 
 
 def _explained(found: MemoryPlan) -> tuple[Placement, ...]:

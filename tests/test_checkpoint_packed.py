@@ -18,6 +18,7 @@ from offload_llama.checkpoint.packed import SETTINGS, WEIGHTS
 from offload_llama.checkpoint.quantize import quantize_checkpoint
 from offload_llama.checkpoint.shapes import empty_weights
 from offload_llama.checkpoint.targets import loaded_bytes
+from offload_llama.cli import run_command
 from offload_llama.config import ModelConfig
 from offload_llama.console import Console
 from offload_llama.cost.packing import PACKED
@@ -311,3 +312,23 @@ def test_the_command_says_what_was_saved_and_how_to_run_it(
     assert f"{target}: weights in int8, " in err and f"--model {target}" in err
     with pytest.raises(CheckpointError, match="is not empty; name a folder"):
         save_packed(str(tiny[0]), target, weights="int8", console=Console())
+
+
+def test_quantize_saves_what_generate_loads_and_says_what_is_wrong(
+    tiny: tuple[Path, State, ModelConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(tmp_path / "packed")
+    assert run_command(["quantize", str(tiny[0]), target, "--weights", "int4-g32", "-q"]) == 0
+    assert json.loads((tmp_path / "packed" / SETTINGS).read_text("utf-8"))
+    with closing(open_checkpoint(target)) as checkpoint:
+        assert checkpoint.weights == "int4-g32"
+    capsys.readouterr()
+    for line, code, words in (
+        (["quantize", str(tiny[0]), target], 4, "name a folder that does not exist yet"),
+        (["quantize", "no-such-model", str(tmp_path / "x")], 4, "no-such-model"),
+        (["quantize", str(tiny[0]), target, "--weights", "int3"], 2, "none of int8, int4, int4-g"),
+        (["quantize", str(tiny[0])], 2, "Missing argument 'DST'"),
+    ):
+        assert run_command(line) == code
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and words in err

@@ -191,3 +191,12 @@ def test_a_damaged_plan_is_refused_in_one_line(
     err = capsys.readouterr().err
     assert words in err and "plan MODEL --json > plan.json" in err
     assert err.count("\n") == 1 and given == {}
+
+
+def test_what_only_a_plan_can_offer_is_no_option_of_a_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing lossy runs yet, so the flag would change nothing there."""
+    assert run_command(["generate", "hi", "--allow-lossy"]) == 2
+    assert "No such option" in capsys.readouterr().err
+    assert run_command(["plan", "llama-3.2-1b", "--gpu", "rtx-4060", "--allow-lossy"]) == 0

@@ -47,9 +47,9 @@ def test_it_ends_well_without_a_card(capsys: pytest.CaptureFixture[str]) -> None
     out, err = capsys.readouterr()
     assert err == ""
     labels = [line.split()[0] for line in out.splitlines()]
-    assert labels[:10] == [
+    assert labels[:11] == [
         *("version", "python", "system", "memory", "torch"),
-        *("card", "device", "page-lock", "dtypes", "model"),
+        *("card", "device", "page-lock", "dtypes", "weights", "model"),
     ]
 
 
@@ -69,6 +69,12 @@ def test_a_simulated_card_is_examined_like_a_real_one() -> None:
     assert report["device"]["total_bytes"] == 12 * 2**30
     assert report["pinning"]["accepted"] and report["pinning"]["bytes"] == 64 * 2**20
     assert "64 MiB works" in render(report) and "[simulated]" in render(report)
+    assert report["weights"]["int4"] == "tinygemm"
+
+
+def test_weights_name_the_kernel_that_the_card_has() -> None:
+    """A card that is too old for the 4-bit kernel is seen to use the portable way."""
+    assert set(examine("sim:rtx-2080")["weights"].values()) == {"portable"}
 
 
 def test_a_refused_page_lock_says_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,10 @@ from offload_llama.planner import (
     auto,
     budget_of,
     max_batch,
-    max_context,
     plan_for,
     spread,
 )
-from offload_llama.policy import plan
+from offload_llama.policy import max_context, plan
 from tests.helpers_model import tiny_config
 from tests.helpers_plan import LLAMA_8B, SMOLLM2_1_7B, ShapeRun, setup_for
 

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload_llama.cache.loads import Span
+from offload_llama.cost.setup import rounded
 from offload_llama.geometry import Geometry, resident_rows
-
-BLOCK_BYTES = 512
-"""Allocators give out blocks of a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class Held:
 
 def block_bytes(geometry: Geometry, tokens: int) -> int:
     """Return what keys and values of this many tokens take of the card."""
-    return -(-2 * tokens * geometry.row_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    return rounded(2 * tokens * geometry.row_bytes)
 
 
 def layer_bytes(held: Held, spans: Sequence[Span], geometry: Geometry) -> tuple[int, int, int]:

@@ -54,6 +54,7 @@ class Report:
     device: dict[str, Any] = field(default_factory=dict)
     pinning: dict[str, Any] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
     default_model: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
@@ -211,6 +212,7 @@ def _look_at_device(
     """Try a device; return what is expected of it and what was measured on it."""
     from offload_llama.device import open_device
     from offload_llama.device.figures import card_title, preset_of
+    from offload_llama.weights import backends
 
     try:
         device = open_device(name)
@@ -229,6 +231,8 @@ def _look_at_device(
             "total_bytes": memory.total_bytes,
         }
         report.dtypes = {dtype: _try_dtype(device, dtype) for dtype in DTYPES}
+        with device.scope():
+            report.weights = backends(device.torch_device)
         report.pinning = pin_test(device)
         expected = preset_of(device) or usual_host()
         key = key_of(card_title(device))

@@ -65,6 +65,10 @@ def _dtype_text(report: dict[str, Any]) -> list[str]:
     return [", ".join(f"{name} {answer}" for name, answer in report["dtypes"].items())]
 
 
+def _weights_text(report: dict[str, Any]) -> list[str]:
+    return [", ".join(f"{name} by {kernel}" for name, kernel in report["weights"].items())]
+
+
 _FIGURES = (
     ("h2d_bytes_per_s", "host to card"),
     ("d2h_bytes_per_s", "card to host"),
@@ -137,6 +141,7 @@ _ROWS: tuple[tuple[str, Callable[[dict[str, Any]], list[str]]], ...] = (
     ("device", _device_text),
     ("page-lock", _pinning_text),
     ("dtypes", _dtype_text),
+    ("weights", _weights_text),
     ("model", _model_text),
     ("measured", _measured_text),
 )

@@ -59,9 +59,9 @@ class ModelOptions:
     reserve: int | None
     ram: int | None
     vram: int | None
-    allow_lossy: bool
     plan: str | None
     explain: bool
+    allow_lossy: bool = False
     no_fallback: bool = False
     chat_template: str | None = None
     no_pin: bool = False
@@ -207,11 +207,6 @@ def _placing_options() -> list[Callable[[Command], Command]]:
         option("--reserve", type=ByteSize(), help="Device memory to keep free, like 300MiB."),
         option("--ram", type=ByteSize(), help="Host memory that may be used, like 16GiB."),
         option("--vram", type=ByteSize(), help="Device memory that may be used, like 8GiB."),
-        option(
-            "--allow-lossy",
-            is_flag=True,
-            help="Also offer keys and values in fewer bits; none of them runs yet.",
-        ),
         option("--plan", metavar="FILE", help="Replay a plan saved with plan --json."),
         option("--explain", is_flag=True, help="Say where each layer's cache is, and why."),
     ]
@@ -219,7 +214,15 @@ def _placing_options() -> list[Callable[[Command], Command]]:
 
 def plan_options(command: Command) -> Command:
     """Add what says how a model would run; the command takes `model_options` and a `model`."""
-    return gathered(ModelOptions, "model_options", _placing_options(), command)
+    options = [
+        *_placing_options(),
+        option(
+            "--allow-lossy",
+            is_flag=True,
+            help="Also offer keys and values in fewer bits; none of them runs yet.",
+        ),
+    ]
+    return gathered(ModelOptions, "model_options", options, command)
 
 
 def model_options(command: Command) -> Command:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from offload_llama.cost import WEIGHT_BITS
-from offload_llama.planner import max_context, plan_for
+from offload_llama.planner import largest, plan_for
+from offload_llama.policy import max_context
 from offload_llama.report.question import Answer, Question
 
 FASTER = 0.95
@@ -86,16 +87,14 @@ def _fewer_bits(weights: str) -> Iterator[str]:
 
 def longest_context(question: Question, min_tps: float | None = None) -> int | None:
     """Return the longest context that fits (and is this fast) with the question's policy."""
-    if question.policy == "auto":
-        plan = max_context(question.setup, question.profile, question.budget, min_tps=min_tps)
-        return None if plan is None else plan.setup.ctx
-    step = min(256, question.config.max_seq_len)
-
-    def good(steps: int) -> bool:
-        answer = question.varied(ctx=steps * step).answer()
-        return answer.fits and (min_tps is None or answer.tokens_per_s >= min_tps)
-
-    return _largest(good, question.config.max_seq_len // step) * step or None
+    found = max_context(
+        question.setup,
+        question.profile,
+        question.budget,
+        policy=question.policy,
+        min_tps=min_tps,
+    )
+    return None if found is None else found.setup.ctx
 
 
 def sequences_on_card(question: Question) -> int:
@@ -106,7 +105,9 @@ def sequences_on_card(question: Question) -> int:
         setup = question.varied(batch=batch).setup
         return plan_for(setup, question.profile, question.budget, hosts).fits
 
-    return _largest(fits)
+    # Keys and values alone bound it: plans of many sequences are what takes long here.
+    at_most = question.budget.available_bytes // question.varied(batch=1).setup.kv_bytes
+    return largest(fits, min(MAX_BATCH, at_most))
 
 
 def sequences_with_host(question: Question) -> int:
@@ -115,16 +116,4 @@ def sequences_with_host(question: Question) -> int:
     def fits(batch: int) -> bool:
         return question.varied(batch=batch, policy="auto").answer().fits
 
-    return _largest(fits)
-
-
-def _largest(fits: Callable[[int], bool], limit: int = MAX_BATCH) -> int:
-    """Return the largest number up to the limit that fits, found by doubling, then halving."""
-    low, high = 0, 1
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return largest(fits, MAX_BATCH)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload_llama.errors import ConfigError, DeviceError
-from offload_llama.hardware import HardwareProfile, card, format_bytes, parse_overrides, presets
+from offload_llama.hardware import HardwareProfile, card, format_bytes, presets, simulated_card
 
 if TYPE_CHECKING:
     from offload_llama.machine import CardFacts
@@ -59,7 +59,7 @@ def find_target(
     if gpu is not None:
         target = Target(profile=card(gpu), options=("--gpu", gpu))
     elif simulated is not None:
-        target = Target(profile=_simulated(simulated), options=("--device", device))
+        target = Target(profile=simulated_card(simulated), options=("--device", device))
     elif device == "auto" and vram_bytes is not None:
         target = _of_size(vram_bytes)
     else:
@@ -69,13 +69,6 @@ def find_target(
     if vram_bytes is None:
         return target
     return _limited(target, vram_bytes)
-
-
-def _simulated(name: str) -> HardwareProfile:
-    """Return the figures of a simulated card, whose matrix products need no scratch memory."""
-    base, _, query = name.partition("?")
-    overrides = parse_overrides(query) if query else {}
-    return replace(card(base), **({"workspace_bytes": 0} | overrides))
 
 
 def _limited(target: Target, vram_bytes: int) -> Target:

@@ -104,14 +104,13 @@ def simulated(
         ConfigError: an unknown card, setting, field or order.
         DeviceError: this platform's PyTorch cannot hold simulated tensors.
     """
-    profile = hardware.card(name)
+    profile = hardware.simulated_card(name)
     known = {field.name for field in dataclasses.fields(profile)}
     for field in profile_overrides:
         if field not in known:
             raise ConfigError(
                 f"a hardware profile has no field {field!r}; it has {', '.join(sorted(known))}"
             )
-    # Tensors are all that this card counts: nothing runs on it that needs scratch memory.
-    profile = dataclasses.replace(profile, **({"workspace_bytes": 0} | profile_overrides))
+    profile = dataclasses.replace(profile, **profile_overrides)
     card = Card(profile, values=values, order=order, strict=strict, seed=seed)
     return SimulatedDevice(card, f"sim:{name}")
