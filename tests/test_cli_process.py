@@ -149,8 +149,14 @@ def test_a_terminal_of_another_encoding_shows_question_marks_and_goes_on() -> No
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 def test_ctrl_c_in_mid_answer_prints_what_there_is() -> None:
+    # As at a terminal, also where these tests run in the background, with Ctrl-C switched off.
+    begin = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from offload_llama.cli import main; main()"
+    )
+    command = ["generate", FRANCE, "--raw", "--ignore-eos", "--max-tokens", "4000"]
     process = subprocess.Popen(
-        [*PROGRAM, "generate", FRANCE, "--raw", "--ignore-eos", "--max-tokens", "4000"],
+        [sys.executable, "-c", begin, *command],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -41,6 +41,9 @@ _SPLIT_AXIS = {
 }
 _RECOMPUTED = ("rope.freqs",)
 
+# What one read may map beside what it reads: the file's cache is in pieces of up to a huge page.
+MAPPED_AROUND_BYTES = 2 << 20
+
 
 def shard_name(index: int) -> str:
     """Return the file name of a shard."""
@@ -92,11 +95,19 @@ class MergedRows:
 
 
 def _release_pages(view: torch.Tensor) -> None:
-    """Let the kernel take back the file pages under a view; a later read fetches them again."""
+    """Let the kernel take back the file pages under a view; a later read fetches them again.
+
+    And those around it, which a read maps along; never beyond the tensor, where other memory lies.
+    """
     if not hasattr(mmap, "MADV_DONTNEED") or not view.numel() or not view.is_contiguous():
         return
-    start = view.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    length = view.data_ptr() + view.nbytes - start
+    storage = view.untyped_storage()
+    first = max(storage.data_ptr(), view.data_ptr() - MAPPED_AROUND_BYTES)
+    end = min(
+        storage.data_ptr() + storage.nbytes(), view.data_ptr() + view.nbytes + MAPPED_AROUND_BYTES
+    )
+    start = first // mmap.PAGESIZE * mmap.PAGESIZE
+    length = end - start
     _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
