@@ -72,10 +72,13 @@ class Admission:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        keep: bool = False,
     ) -> list[Request]:
         """Return the checked requests for one prompt or several.
 
         Text goes on from a prompt given as text; after ids the answer is a text of its own.
+        `keep` is every request's.
 
         Raises:
             PromptTooLong: a prompt leaves no room for an answer.
@@ -94,6 +97,7 @@ class Admission:
                 prompt_ids=self.check(self.encode(prompt), name=name),
                 params=own,
                 continues_text=isinstance(prompt, str),
+                keep=keep,
             )
             for prompt, own, name in zip(several, each, names, strict=True)
         ]

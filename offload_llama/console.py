@@ -118,8 +118,10 @@ def stats_line(stats: RunStats) -> str:
     if stats.decode_ms is not None:
         step = f", {stats.decode_ms:.1f} ms each"
         step += planned(stats.decode_ms, stats.planned_decode_ms, "{:.1f} ms".format)
+    new = stats.prompt_tokens - stats.cached_tokens
+    kept = f", {stats.cached_tokens} of them kept, the rest" if stats.cached_tokens else ""
     parts = [
-        f"prompt {stats.prompt_tokens} tokens at {rate(stats.prompt_tokens, stats.prefill_s)}",
+        f"prompt {stats.prompt_tokens} tokens{kept} at {rate(new, stats.prefill_s)}",
         f"first token after {stats.ttft_s:.2f} s",
         f"{stats.generated_tokens} tokens at {rate(stats.generated_tokens - 1, stats.decode_s)}"
         + step,

@@ -10,71 +10,26 @@ left, the youngest sequence gives its row back and is filled in again once anoth
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from offload_llama.cache import KVCache
-from offload_llama.device.api import Device, DeviceMemory
+from offload_llama.device.api import DeviceMemory
+from offload_llama.engine import Engine
 from offload_llama.errors import OutOfMemory, RequestError
 from offload_llama.forecast import Expected, Extent, expected
-from offload_llama.model import Transformer
-from offload_llama.oom import Setup, attempt, out_of_memory
-from offload_llama.planner import MemoryPlan
+from offload_llama.oom import attempt, out_of_memory
 from offload_llama.request import Completion, Progress, Request, RunStats, Token
 from offload_llama.sampling import Choice, logprobs_of, sample
-from offload_llama.tokenizer.api import Tokenizer
 
 __all__ = ["Completion", "Engine", "Request", "Run", "RunStats", "Token"]
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """What a run works with.
-
-    Attributes:
-        prefill_chunk: the most prompt tokens in one forward pass.
-        fallback: move layers to the host when the card's memory runs out, rather than fail.
-        preempt: where that is not enough, let the youngest of several sequences wait.
-        notify: is told in one line when a sequence has to.
-        plan: what was planned, to be shown beside what a run came to; None where nothing was.
-    """
-
-    model: Transformer
-    cache: KVCache
-    device: Device
-    tokenizer: Tokenizer
-    prefill_chunk: int
-    fallback: bool = True
-    preempt: bool = True
-    notify: Callable[[str], None] = lambda line: None
-    plan: MemoryPlan | None = None
-
-    @property
-    def setup(self) -> Setup:
-        """What takes memory of the card, for the report when it runs out."""
-        weights = list(self.model.buffers())
-        return Setup(
-            device=self.device.name,
-            weights_bytes=sum(w.numel() * w.element_size() for w in weights),
-            weights_itemsize=max(
-                (w.element_size() for w in weights if w.is_floating_point()), default=0
-            ),
-            prefill_chunk=self.prefill_chunk,
-            fallback=self.fallback,
-        )
-
-    def close_cache(self) -> None:
-        """Give the cache's memory back."""
-        with self.device.scope():
-            self.cache.close()
 
 
 class Run:
@@ -109,6 +64,7 @@ class Run:
             engine.device.synchronize()
             engine.device.reset_peak()
             engine.cache.reset_counters()
+            self._take_over()
 
     @property
     def done(self) -> bool:
@@ -143,21 +99,46 @@ class Run:
             interrupted: give each unfinished request a completion of what it has so far, with the
                 reason "interrupted". Leave it off where the device may be in trouble.
         """
-        unfinished = [*self._active, *(s for s in self._waiting if s.token_ids)]
-        self._active = []
-        self._waiting.clear()
-        if not unfinished:
+        waiting, self._waiting = self._waiting, deque()
+        begun, self._active = [*self._active, *(s for s in waiting if s.token_ids)], []
+        held = [s for s in waiting if s.cached_tokens and not s.token_ids]
+        if not (begun or held):
             return
         with self._work():
             try:
                 if interrupted:
-                    for sequence in unfinished:
+                    for sequence in begun:
                         sequence.detokenizer.finish()
                         sequence.finish_reason = "interrupted"
-                    self._complete(unfinished)
+                    self._complete(begun)
             finally:
-                for sequence in unfinished:
-                    self._engine.cache.free(sequence.row)
+                for sequence in (*begun, *held):
+                    self._leave(sequence, keep=interrupted)
+
+    def _take_over(self) -> None:
+        """Go on from kept sequences where a prompt of this run begins alike; free the others."""
+        engine, asking = self._engine, {s.row: s for s in self._waiting if s.request.keep}
+        for row, ids in engine.kept.items():
+            if row in asking:
+                prompt = asking[row].request.prompt_ids
+                # The last token of a prompt is computed in any case: the answer begins there.
+                alike = itertools.takewhile(
+                    lambda pair: pair[0] == pair[1], zip(ids, prompt[:-1], strict=False)
+                )
+                asking[row].cached_tokens = sum(1 for _ in alike)
+                engine.cache.truncate(row, asking[row].cached_tokens)
+            else:
+                engine.cache.free(row)
+        engine.kept.clear()
+
+    def _leave(self, sequence: Progress, *, keep: bool = True) -> None:
+        """Free the row of an ended sequence, unless it is to be kept and may be."""
+        cache, row = self._engine.cache, sequence.row
+        if keep and sequence.request.keep:
+            ids = (*sequence.request.prompt_ids, *sequence.token_ids)
+            self._engine.kept[row] = ids[: cache.lengths[row]]
+        else:
+            cache.free(row)
 
     @contextmanager
     def _work(self) -> Iterator[None]:
@@ -183,11 +164,14 @@ class Run:
         scored = sequence.request.prompt_logprobs and not resumed
         if scored:
             sequence.prompt_logprobs = []
+            sequence.cached_tokens = 0
         began_s = self._now_s()
         try:
-            for start in range(0, len(ids), engine.prefill_chunk):
-                chunk = ids[start : start + engine.prefill_chunk]
-                end = start + len(chunk)
+            size = engine.prefill_chunk
+            starts = [s for s in range(0, len(ids), size) if s + size > sequence.cached_tokens]
+            for start in (max(first, sequence.cached_tokens) for first in starts):
+                end = min(start - start % size + size, len(ids))
+                chunk = ids[start:end]
                 wanted = "all" if scored else "last" if end == len(ids) else "none"
                 logits = self._forward("prefill", [sequence.row], [start], [chunk], wanted)
                 if scored:
@@ -281,6 +265,7 @@ class Run:
             return False
         sequence = self._active.pop()
         engine.cache.free(sequence.row)
+        sequence.cached_tokens = 0
         self._waiting.appendleft(sequence)
         self._crowded = True
         engine.notify(
@@ -299,7 +284,7 @@ class Run:
             self._crowded = False
             self._active = [s for s in self._active if s.finish_reason is None]
             for sequence in finished:
-                self._engine.cache.free(sequence.row)
+                self._leave(sequence)
         return [
             Token(
                 index=s.index,
@@ -338,6 +323,7 @@ class Run:
             d2h_bytes = held.d2h_bytes - self._prompts_d2h_bytes
             stats = RunStats(
                 prompt_tokens=len(request.prompt_ids),
+                cached_tokens=sequence.cached_tokens,
                 generated_tokens=len(sequence.token_ids),
                 ttft_s=sequence.ttft_s,
                 prefill_s=sequence.prefill_s,

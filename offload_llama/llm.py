@@ -328,14 +328,22 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        keep: bool = False,
     ) -> Steps:
-        """Return an iterator over the steps of what `generate` would do."""
-        return Steps(self._turn, self._admission.requests(prompts, params))
+        """Return an iterator over the steps of what `generate` would do.
 
-    def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Stream:
-        """Return an iterator over the tokens of the answer to one prompt."""
+        With `keep` the sequences stay in the cache afterwards, each in the row of its prompt, until
+        the next run: if that keeps too, only what is new of its prompts is computed.
+        """
+        return Steps(self._turn, self._admission.requests(prompts, params, keep=keep))
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams = GREEDY, *, keep: bool = False
+    ) -> Stream:
+        """Return an iterator over the tokens of the answer to one prompt; `keep` as in `steps`."""
         prompts: list[Prompt] = [prompt]
-        return Stream(self.steps(prompts, params))
+        return Stream(self.steps(prompts, params, keep=keep))
 
     def close(self) -> None:
         """Free cache, weights and device; an unfinished iterator ends. Closing twice is fine."""

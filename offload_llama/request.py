@@ -20,7 +20,9 @@ class Request:
     `continues_text` says that the answer goes on from the prompt's text, so that a space between
     the two belongs to it; a chat's reply is a text of its own. `logprobs` asks for the
     log-probability of each generated token, `prompt_logprobs` for that of each prompt token after
-    the first. Both are the model's own: before penalty, temperature and filters.
+    the first. Both are the model's own: before penalty, temperature and filters. `keep` leaves the
+    sequence in the cache for the next run: if that keeps its sequence too, what the two have in
+    common at their beginnings is not computed again.
     """
 
     prompt_ids: tuple[int, ...]
@@ -28,6 +30,7 @@ class Request:
     continues_text: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +42,13 @@ class RunStats:
     `prefill_s` is its own prompt, `decode_s` all steps after the batch's prompts, to its end.
     Bytes are those of the whole batch: KV bytes and peak as this sequence ended, copies since the
     batch began, `_per_step` over the decode steps alone. `decode_ms` is a step's average, None if
-    there was none. `planned_...` is what the plan's formulas give for prompts, tokens and placement
-    as they came to be; None where nothing was planned.
+    there was none. `cached_tokens` of the prompt were kept from an earlier run.
+    `planned_...` is what the plan's formulas give for prompts, tokens and placement as they came to
+    be; None where nothing was planned.
     """
 
     prompt_tokens: int
+    cached_tokens: int
     generated_tokens: int
     ttft_s: float
     prefill_s: float
@@ -138,6 +143,7 @@ class Progress:
         self.logprobs: list[float] = []
         self.prompt_logprobs: list[float] = []
         self.finish_reason: str | None = None
+        self.cached_tokens = 0
         self.prefill_s = self.ttft_s = 0.0
         self.decode_steps = 0
 

@@ -26,6 +26,7 @@ def a_completion(text: str, prompt: Sequence[int], reason: str, seed: int) -> Co
     """Return a completion with figures that a test can recognise."""
     stats = RunStats(
         prompt_tokens=len(prompt),
+        cached_tokens=0,
         generated_tokens=len(text),
         ttft_s=0.25,
         prefill_s=0.5,

@@ -109,6 +109,10 @@ class FakeCache:
             raise
         self.d2h_bytes += 10 * sum(n_new)
 
+    def truncate(self, row: int, length: int) -> None:
+        assert length <= len(self.rows[row])
+        del self.rows[row][length:]
+
     def free(self, row: int) -> None:
         self.rows[row] = []
         self.freed.append(row)

@@ -124,6 +124,7 @@ def test_the_json_object_has_the_documented_keys() -> None:
     ]
     assert {
         "prompt_tokens",
+        "cached_tokens",
         "generated_tokens",
         "prefill_s",
         "decode_s",

@@ -19,9 +19,9 @@ ORDER = (
     *("errors", "config", "hardware", "machine", "models", "profiles", "geometry", "cost"),
     *("planner", "policy", "forecast", "device"),
     *("attention", "native", "weights", "checkpoint", "tokenizer", "cache", "model", "sampling"),
-    *("oom", "request", "generate", "admission", "steps", "fitting", "llm", "llama"),
+    *("oom", "request", "engine", "generate", "admission", "steps", "fitting", "llm", "llama"),
     *("conversation", "prompts", "console", "saving", "probe", "doctor", "options", "report"),
-    *("answer", "cli", "__main__"),
+    *("answer", "chat", "cli", "__main__"),
 )
 WITHOUT_TORCH = (
     *("errors", "config", "hardware", "machine", "models", "profiles", "geometry", "cost"),
