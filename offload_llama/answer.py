@@ -22,8 +22,10 @@ from offload_llama.hardware import format_bytes
 from offload_llama.prompts import BatchLine, read_batch, read_prompt
 
 if TYPE_CHECKING:
+    from offload_llama.conversation import Answer
     from offload_llama.generate import Completion, RunStats
     from offload_llama.llm import LLM
+    from offload_llama.steps import Stream
 
 INTERRUPTED = 130
 
@@ -80,7 +82,7 @@ def run(job: Job) -> int:
         prompt = read_prompt(job.prompt_file or "-", console.say)
     with job.load() as llm:
         chat = _wants_chat(job, llm)
-        _introduce(llm, console, explain=job.explain)
+        introduce(llm, console, explain=job.explain)
         if job.batch_file is not None:
             return _Batch(job, llm, chat, lines).run()
         messages = [("user", prompt)] if chat else None
@@ -105,7 +107,7 @@ def _wants_chat(job: Job, llm: LLM) -> bool:
     return has_template
 
 
-def _introduce(llm: LLM, console: Console, *, explain: bool) -> None:
+def introduce(llm: LLM, console: Console, *, explain: bool) -> None:
     """Say what runs where; if asked to explain or to say more, each layer's cache and why too."""
     simulated = "; simulated: real text, modelled times and bytes" if llm.device.simulated else ""
     console.say(
@@ -135,50 +137,54 @@ def _encoded(
     return llm.encode_chat([{"role": role, "content": content} for role, content in messages])
 
 
+def show(tokens: Stream | Answer, write: Callable[[str], None]) -> None:
+    """Write an answer as it comes, and a line end; Ctrl-C closes it and keeps what there is."""
+    shown = ""
+    try:
+        for token in tokens:
+            write(token.text)
+            shown += token.text
+    except KeyboardInterrupt:
+        tokens.close()
+        if tokens.completion is not None:
+            rest = tokens.completion.text[len(shown) :]  # held back as a possible stop string
+            write(rest)
+            shown += rest
+    finally:
+        if shown and not shown.endswith("\n"):
+            write("\n")
+
+
 def _answer_one(job: Job, llm: LLM, prompt: str | list[int]) -> int:
     """Stream one answer; Ctrl-C ends it early and keeps what there is."""
     console = job.console
     tokens = llm.stream(prompt, job.params)
-    shown = ""
-    try:
-        for token in tokens:
-            if not job.as_json:
-                console.write(token.text)
-                shown += token.text
-    except KeyboardInterrupt:
-        tokens.close()
-        if tokens.completion is not None and not job.as_json:
-            rest = tokens.completion.text[len(shown) :]  # held back as a possible stop string
-            console.write(rest)
-            shown += rest
-    finally:
-        if shown and not shown.endswith("\n"):
-            console.write("\n")
+    show(tokens, console.write if not job.as_json else lambda text: None)
     completion = tokens.completion
     if completion is None:
         console.say("interrupted before the first token")
         return INTERRUPTED
     if job.as_json:
         console.write(_json(completion.as_dict(llm.placements)) + "\n")
-    _explain_end(completion, job, llm)
+    explain_end(completion, job.params, llm, console)
     console.say(stats_line(completion.stats))
     return INTERRUPTED if completion.finish_reason == "interrupted" else 0
 
 
-def _explain_end(completion: Completion, job: Job, llm: LLM) -> None:
+def explain_end(completion: Completion, params: SamplingParams, llm: LLM, console: Console) -> None:
     """Say why the answer stops where it does, if not by itself."""
     reason = completion.finish_reason
     if reason == "length":
-        job.console.say(f"stopped at --max-tokens {job.params.max_tokens}")
+        console.say(f"stopped at --max-tokens {params.max_tokens}")
     elif reason == "context":
-        job.console.say(
+        console.say(
             f"stopped: the context of {llm.cache.max_seq_len} tokens is full; --ctx sets its size"
         )
     elif reason == "interrupted":
-        job.console.say(f"interrupted after {completion.stats.generated_tokens} tokens")
-    if job.params.temperature > 0 and job.params.seed is None:
-        job.console.say(f"drawn with --seed {completion.seed}")
-    job.console.detail(f"finish reason: {reason}")
+        console.say(f"interrupted after {completion.stats.generated_tokens} tokens")
+    if params.temperature > 0 and params.seed is None:
+        console.say(f"drawn with --seed {completion.seed}")
+    console.detail(f"finish reason: {reason}")
 
 
 def _json(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `offload-llama generate`, `offload-llama plan` and `offload-llama doctor`.
+"""The command line: `offload-llama generate`, `chat`, `plan`, `quantize` and `doctor`.
 
 Modules that carry torch are imported inside the functions that need them, so that `--help`, `plan`
 and usage errors answer at once.
@@ -32,6 +32,7 @@ from offload_llama.options import (
     console_options,
     model_options,
     plan_options,
+    running_options,
     sampling_options,
 )
 from offload_llama.options.kinds import OneOf, OneText, option
@@ -84,6 +85,32 @@ def generate(model_options: ModelOptions, console: Console, **arguments: Any) ->
     load = functools.partial(model_options.load, console)
     click.get_current_context().exit(
         run(Job(load=load, console=console, explain=model_options.explain, **arguments))
+    )
+
+
+@cli.command(context_settings=_SETTINGS)
+@click.argument("model", default=DEFAULT_MODEL, envvar="OFFLOAD_LLAMA_MODEL")
+@option("--system", type=OneText(), help="System message.")
+@option(
+    "--overflow",
+    type=OneOf(("error", "drop-oldest")),
+    help="When the context is full: refuse the message, or drop the oldest exchanges. Left out, a "
+    "terminal asks once, and a pipe refuses.",
+)
+@running_options
+@sampling_options
+@console_options
+def chat(model_options: ModelOptions, console: Console, **arguments: Any) -> None:
+    """Talk with a model, turn by turn; /help lists what can be typed beside messages.
+
+    MODEL is a folder, a .gguf file, a repository id or an installed model. Without a terminal each
+    line of standard input is a message. A line that ends in a backslash goes on in the next one.
+    """
+    from offload_llama.chat import ChatJob, run
+
+    load = functools.partial(model_options.load, console)
+    click.get_current_context().exit(
+        run(ChatJob(load=load, console=console, explain=model_options.explain, **arguments))
     )
 
 

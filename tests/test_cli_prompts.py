@@ -281,8 +281,11 @@ def test_the_documentation_lists_the_options_there_are(command: click.Command) -
     text = (Path(__file__).parents[1] / "docs" / "cli.md").read_text("utf-8")
     sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
     section = sections[str(command.name)]
-    if any(param.name == "kv_policy" for param in command.params):
+    names = {param.name for param in command.params}
+    if "kv_policy" in names:
         section += sections["Where, and in which numbers"]
+    if "temperature" in names:
+        section += sections["How tokens are chosen"]
     rows_ = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `-")]
     options = [param for param in command.params if isinstance(param, click.Option)]
     there = {name for option in options for name in (*option.opts, *option.secondary_opts)}

@@ -227,12 +227,22 @@ def plan_options(command: Command) -> Command:
 
 def model_options(command: Command) -> Command:
     """Add the options that say which model runs where; the command takes `model_options`."""
-    options = [
-        option(
-            "--model",
-            default=DEFAULT_MODEL,
-            help="Folder, .gguf file, repository id, or the name of an installed model.",
-        ),
+    model = option(
+        "--model",
+        default=DEFAULT_MODEL,
+        help="Folder, .gguf file, repository id, or the name of an installed model.",
+    )
+    return gathered(ModelOptions, "model_options", [model, *_running_options()], command)
+
+
+def running_options(command: Command) -> Command:
+    """Add those of `model_options` but the model; the command has a `model` of its own."""
+    return gathered(ModelOptions, "model_options", _running_options(), command)
+
+
+def _running_options() -> list[Callable[[Command], Command]]:
+    """Return the options of a run, but for its model."""
+    return [
         *_placing_options(),
         option(
             "--no-fallback",
@@ -245,7 +255,6 @@ def model_options(command: Command) -> Command:
         ),
         option("--no-pin", is_flag=True, help="Never page-lock host memory (copies are slower)."),
     ]
-    return gathered(ModelOptions, "model_options", options, command)
 
 
 def sampling_options(command: Command) -> Command:
