@@ -69,17 +69,10 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.dim, self.eps = dim, eps
-        self.root_of_eps = torch.full((), eps**0.5)
         self.register_buffer("weight", torch.empty(dim, device="meta"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type != "cpu":
-            return F.rms_norm(x, (self.dim,), self.weight, self.eps)
-        # On a CPU each operation of a small step costs more than its arithmetic; these are few.
-        wide = x.float()
-        root_mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).mul_(self.dim**-0.5)
-        normed = wide / torch.hypot(root_mean, self.root_of_eps)
-        return normed.mul_(self.weight).to(x.dtype)
+        return F.rms_norm(x, (self.dim,), self.weight, self.eps)
 
 
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:
